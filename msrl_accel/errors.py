@@ -1,0 +1,25 @@
+"""Errors that users see. Each message names the field, the value and the remedy."""
+
+
+class MsrlError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(MsrlError):
+    """A configuration key or value cannot be used."""
+
+
+class SpaceError(MsrlError):
+    """An observation or action space is not supported."""
+
+
+class EnvError(MsrlError):
+    """An environment is unknown, crashed, or returned something unusable."""
+
+
+class CheckpointError(MsrlError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class PolicyError(MsrlError):
+    """A policy was given inputs that do not fit its specification."""
