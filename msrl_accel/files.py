@@ -1,0 +1,49 @@
+"""Replacing files so that a kill at any moment leaves either the old content or the new."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Union
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+
+def write_text_atomic(path: PathLike, text: str) -> None:
+    """Replace `path` by UTF-8 `text`, newlines as given; OSError leaves the old file as it was."""
+    write_bytes_atomic(path, text.encode("utf-8"))
+
+
+def write_bytes_atomic(path: PathLike, data: bytes) -> None:
+    """Replace `path` by `data`; OSError leaves the old file as it was and no temporary behind."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write_bytes_synced(temporary, data)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_directory(target.parent)
+
+
+def write_bytes_synced(path: PathLike, data: bytes) -> None:
+    """Write a new file and wait until its content is on the disk."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(directory: PathLike) -> None:
+    """Make renames inside `directory` durable, where the file system can do that."""
+    # Some network and FUSE file systems refuse fsync on folders; the rename itself still holds.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
