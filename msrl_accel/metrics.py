@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import io
 import json
 import math
@@ -11,9 +12,10 @@ import operator
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -41,8 +43,8 @@ class MetricsLogger:
     ) -> None:
         self.run_dir = Path(run_dir)
         self._columns: list[str] = ["step"]
-        self._csv: IO[str] | None = None
-        self._jsonl: IO[str] | None = None
+        self._csv: FileIO | None = None
+        self._jsonl: FileIO | None = None
         with _disk_errors(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
@@ -61,11 +63,9 @@ class MetricsLogger:
         with _disk_errors(self.run_dir):
             self._widen([name for name in row if name not in self._columns])
             texts = {"step": str(step), **{name: repr(value) for name, value in row.items()}}
-            self._csv.write(_csv_line([texts.get(name, "") for name in self._columns]))
-            self._csv.flush()
+            _append(self._csv, _csv_line([texts.get(name, "") for name in self._columns]))
             finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-            self._jsonl.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-            self._jsonl.flush()
+            _append(self._jsonl, json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
             if self._writer is not None:
                 for name, number in finite.items():
                     if number is not None:
@@ -111,9 +111,9 @@ class MetricsLogger:
         write_text_atomic(jsonl, "".join(kept))
 
     def _open(self) -> None:
-        self._csv = (self.run_dir / CSV_FILE).open("a", encoding="utf-8", newline="")
+        self._csv = (self.run_dir / CSV_FILE).open("ab", buffering=0)
         if self._jsonl is None:
-            self._jsonl = (self.run_dir / JSONL_FILE).open("a", encoding="utf-8", newline="")
+            self._jsonl = (self.run_dir / JSONL_FILE).open("ab", buffering=0)
 
     def _widen(self, new: list[str]) -> None:
         """Rewrite the CSV with further columns."""
@@ -144,11 +144,14 @@ class MetricsLogger:
                 stacklevel=3,
             )
             return None
-        # TensorBoard hides the earlier files' events from the purge step on.
-        purge_step = None if resume_step is None else resume_step + 1
+        options: dict[str, Any] = {}
+        if resume_step is not None:
+            # TensorBoard hides the earlier files' events from the purge step on. File names count
+            # whole seconds: without a suffix a quick resume would overwrite the earlier file.
+            options = {"purge_step": resume_step + 1, "filename_suffix": f".from{resume_step:012d}"}
         with _disk_errors(self.run_dir):
             folder = str(self.run_dir / TENSORBOARD_FOLDER)
-            return SummaryWriter(folder, purge_step=purge_step, flush_secs=1)
+            return SummaryWriter(folder, flush_secs=1, **options)
 
 
 def read_metrics(run_dir: PathLike) -> dict[str, np.ndarray]:
@@ -268,6 +271,13 @@ def _whole_lines(path: Path) -> list[str]:
     """Lines that end in a newline: a kill may have torn the last one."""
     text = path.read_bytes().decode("utf-8", errors="replace")
     return text.split("\n")[:-1]
+
+
+def _append(file: FileIO, line: str) -> None:
+    """One system call a line, unbuffered, so that a kill tears at most the last line."""
+    data = line.encode("utf-8")
+    if file.write(data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def _csv_line(fields: list[str]) -> str:
