@@ -371,8 +371,9 @@ def _help_section(prefix: str, section: type[Section]) -> list[str]:
 
 
 def _help_values(spec: FieldSpec) -> str:
-    choices = [f"one of {', '.join(map(str, spec.rule.choices))}"] if spec.rule.choices else []
-    limits = ", ".join([describe(spec.kind), *choices, *spec.rule.bounds()])
+    choices = ", ".join(map(str, spec.rule.choices))
+    kind = f"one of {choices}" if choices else describe(spec.kind)
+    limits = ", ".join([kind, *spec.rule.bounds()])
     if spec.required:
         return f"{limits}; required"
     return f"{limits}; default {one_line(spec.default())}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from msrl_accel._version import __version__
 from msrl_accel.config_schema import Field, Section, memoized
@@ -17,9 +17,9 @@ class PolicyConfig(Section):
 
     hidden_sizes: tuple[int, ...] = Field((64, 64), ge=1)
     """Widths of the hidden layers of each torso."""
-    activation: Literal["tanh", "relu"] = Field("tanh")
+    activation: str = Field("tanh", choices=("tanh", "relu"))
     """Activation after each hidden layer."""
-    torso_sharing: Literal["auto", "shared", "separate"] = Field("auto")
+    torso_sharing: str = Field("auto", choices=("auto", "shared", "separate"))
     """Whether policy and value share a torso; auto shares it for images only."""
     log_std_init: float = Field(0.0)
     """Initial logarithm of the standard deviation of Gaussian actions."""
@@ -68,7 +68,7 @@ class LoggingConfig(Section):
 class RuntimeConfig(Section):
     """Where and how graphs run."""
 
-    device: Literal["CPU", "Ascend", "GPU"] = Field("CPU")
+    device: str = Field("CPU", choices=("CPU", "Ascend", "GPU"))
     """Device target of MindSpore."""
     threads: int = Field(1, ge=1)
     """Threads of an operator on CPU; more than 1 helps large networks only."""
@@ -97,7 +97,7 @@ class TrainConfig(Section):
     """Directory of the run; null makes runs/<env>-<algo>-seed<seed>-<time>."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment, free in name and type."""
-    vectorization: Literal["auto", "sync", "async", "batched", "envpool"] = Field("auto")
+    vectorization: str = Field("auto", choices=("auto", "sync", "async", "batched", "envpool"))
     """How environments are stepped: in this process, in subprocesses, as arrays, by EnvPool."""
     quiet: bool = Field(False)
     """Whether the progress bar and the summary are left out."""

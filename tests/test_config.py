@@ -526,6 +526,7 @@ def test_help_shows_every_key_with_default_bounds_and_meaning(capsys: Any) -> No
     assert "ppo.target_kl: a number or null, > 0; default null" in text
     assert "sac.tau: a number, > 0, <= 1; default 0.005" in text
     assert "env: text; required" in text
+    assert "policy.activation: one of tanh, relu; default tanh" in text
 
 
 def test_help_of_one_algorithm_leaves_out_the_others(capsys: Any) -> None:
