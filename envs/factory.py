@@ -6,7 +6,6 @@ import difflib
 import importlib
 import multiprocessing
 import signal
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +46,7 @@ def _unknown_id(name: str) -> str:
         gymnasium.spec(name)
         reason = "it is not registered"
     except gymnasium.error.Error as error:
-        reason = str(error).rstrip(".")
+        reason = str(error).split(" Did you mean")[0].rstrip(".?")
     except (TypeError, ValueError) as error:
         reason = str(error)
     message = f"unknown environment {name!r}: {reason}"
@@ -92,28 +91,30 @@ class EnvFactory:
     It carries the specification itself, so that a worker process need not have registered it.
     """
 
-    def __init__(self, spec: EnvSpec, kwargs: Mapping[str, Any] | None, index: int) -> None:
+    def __init__(
+        self, env_id: str, spec: EnvSpec, kwargs: Mapping[str, Any] | None, index: int
+    ) -> None:
+        self.label = f"{env_id}: environment {index}"
         self.spec = spec
         self.kwargs = dict(kwargs or {})
-        self.index = index
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
         if multiprocessing.parent_process() is None:
-            return NamedEnv(make_env(self.spec, self.kwargs), self.spec.id, self.index)
+            return NamedEnv(make_env(self.spec, self.kwargs), self.label)
         # Ctrl-C reaches the whole process group; the parent decides when the workers end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            return NamedEnv(make_env(self.spec, self.kwargs), self.spec.id, self.index)
-        except Exception:
-            return BrokenEnv(traceback.format_exc())
+            return NamedEnv(make_env(self.spec, self.kwargs), self.label)
+        except Exception as error:
+            return BrokenEnv(self.label, error)
 
 
 class NamedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Says which environment failed. An EnvError can be pickled where a user's error may not."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str, index: int) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], label: str) -> None:
         super().__init__(env)
-        self._label = f"{env_id}: environment {index}"
+        self._label = label
 
     def reset(self, **kwargs: Any) -> Any:
         return self._named("reset", self.env.reset, **kwargs)
@@ -136,8 +137,11 @@ class BrokenEnv(gymnasium.Env[Any, Any]):
     observation_space = spaces.Discrete(1)
     action_space = spaces.Discrete(1)
 
-    def __init__(self, trace: str) -> None:
-        self._trace = trace
+    def __init__(self, label: str, error: Exception) -> None:
+        self._label = label
+        self._error = error
 
     def reset(self, **kwargs: Any) -> Any:
-        raise EnvError(self._trace)
+        raise EnvError(
+            f"{self._label} works in the main process but not in its worker process: {self._error}"
+        ) from self._error

@@ -96,8 +96,8 @@ def make_vector(
     if backend == "batched" or (backend == "auto" and batched and num_envs >= AUTO_BATCHED_ENVS):
         return _make_batched(env_id, num_envs, kwargs)
     if backend == "async":
-        return make_async(find_spec(env_id), num_envs, kwargs, timeout)
-    return make_sync(find_spec(env_id), num_envs, kwargs)
+        return make_async(env_id, find_spec(env_id), num_envs, kwargs, timeout)
+    return make_sync(env_id, find_spec(env_id), num_envs, kwargs)
 
 
 def _make_batched(env_id: str, num_envs: int, kwargs: Mapping[str, Any] | None) -> BatchedEnv:

@@ -128,18 +128,32 @@ def _is_same_step(env: gymnasium.vector.VectorEnv[Any, Any, Any], env_id: str) -
     return name == "SameStep"
 
 
-def make_sync(spec: EnvSpec, num_envs: int, kwargs: Mapping[str, Any] | None) -> VectorEnv:
+def make_sync(
+    env_id: str, spec: EnvSpec, num_envs: int, kwargs: Mapping[str, Any] | None
+) -> VectorEnv:
     """Environments stepped in turn in this process."""
-    factories = [EnvFactory(spec, kwargs, index) for index in range(num_envs)]
+    factories = [EnvFactory(env_id, spec, kwargs, index) for index in range(num_envs)]
     # The adapter copies, so Gymnasium need not.
     env = gymnasium.vector.SyncVectorEnv(factories, copy=False, **_SAME_STEP)
-    return GymnasiumVectorEnv(env, spec.id)
+    return _adapt(env, env_id)
 
 
 def make_async(
-    spec: EnvSpec, num_envs: int, kwargs: Mapping[str, Any] | None, timeout: float
+    env_id: str,
+    spec: EnvSpec,
+    num_envs: int,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
 ) -> VectorEnv:
     """Environments in one process each."""
-    factories = [EnvFactory(spec, kwargs, index) for index in range(num_envs)]
-    env = WorkerVectorEnv(spec.id, factories, timeout, **_SAME_STEP)
-    return GymnasiumVectorEnv(env, spec.id)
+    factories = [EnvFactory(env_id, spec, kwargs, index) for index in range(num_envs)]
+    env = WorkerVectorEnv(env_id, factories, timeout, **_SAME_STEP)
+    return _adapt(env, env_id)
+
+
+def _adapt(env: gymnasium.vector.VectorEnv[Any, Any, Any], env_id: str) -> VectorEnv:
+    try:
+        return GymnasiumVectorEnv(env, env_id)
+    except MsrlError:
+        env.close()
+        raise

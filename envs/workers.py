@@ -116,11 +116,9 @@ class WorkerVectorEnv(gymnasium.vector.AsyncVectorEnv):  # type: ignore[type-arg
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
         if all(successes):
             return
-        index, _, value, trace = self.error_queue.get(timeout=_CLOSE_SECONDS)
-        raise EnvError(
-            f"{self._env_id}: environment {index} failed in its worker process: {value}\n"
-            f"Traceback of the worker:\n{trace}"
-        )
+        _, _, value, trace = self.error_queue.get(timeout=_CLOSE_SECONDS)
+        cause = trace.split("\nThe above exception")[0]  # what the environment itself raised
+        raise EnvError(f"{value}\nTraceback of the worker process:\n{cause}")
 
     @contextlib.contextmanager
     def _failures_close(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from msrl_accel.envs import VectorEnv, make_vector
-from msrl_accel.errors import EnvError
+from msrl_accel.errors import EnvError, SpaceError
 
 ACTIONS = np.zeros(2, np.int64)
 
@@ -77,8 +77,26 @@ def test_a_killed_worker_is_named() -> None:
 
 
 def test_a_worker_that_cannot_make_its_environment_says_why() -> None:
-    with pytest.raises(EnvError, match="no licence in this process"):
+    with pytest.raises(EnvError, match=r"OnlyInParent-v0: environment \d") as caught:
         make_vector("faulty_envs:OnlyInParent-v0", 2, backend="async")
+    assert "RuntimeError: no licence in this process" in str(caught.value)
+
+
+def test_a_refused_space_leaves_no_worker() -> None:
+    with pytest.raises(SpaceError):
+        make_vector("faulty_envs:TupleObservation-v0", 2, backend="async")
+
+
+def test_final_observations_come_from_workers() -> None:
+    kwargs = {"length": 2, "faulty": False}
+    with make_vector("faulty_envs:DictCounter-v0", 2, kwargs=kwargs, backend="async") as env:
+        env.reset()
+        env.step(ACTIONS)
+        result = env.step(ACTIONS)
+    assert result.truncated.all()
+    assert result.valid.all()
+    np.testing.assert_array_equal(result.next_observations[1], [[0, 2], [0, 2]])
+    np.testing.assert_array_equal(result.observations[1], [[1, 0], [1, 0]])
 
 
 def test_an_environment_registered_only_here_works_in_workers() -> None:
