@@ -197,6 +197,11 @@ class EpisodeStats:
         self._returns[ended] = 0.0
         self._lengths[ended] = 0
 
+    def abandon_running(self) -> None:
+        """Forget the episodes under way: the environments have been reset."""
+        self._returns[:] = 0.0
+        self._lengths[:] = 0
+
     @property
     def return_mean(self) -> float:
         """Mean return over the window; NaN before the first episode ends."""

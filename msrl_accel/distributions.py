@@ -1,0 +1,212 @@
+"""Action distributions as graph Cells: sample from noise, log-probability, entropy, environment units.
+
+A distribution holds no weights. `parameters` is what the policy head gave it, [B, ...]; `raw` is the
+action as drawn ([B] int32, or [B, D]), which training keeps; `action` is what the environment takes.
+Zero noise gives the mode.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from msrl_accel.networks import WeightSpec, Weights
+from msrl_accel.spaces import ActionSpec
+
+LOG_TWO_PI = math.log(2.0 * math.pi)
+
+
+class Distribution(nn.Cell):
+    """What the policy needs of an action distribution."""
+
+    head_size: int
+    """Width of the policy head."""
+    parameter_names: tuple[str, ...]
+    """Names of `parameters`, for exported graphs and reports."""
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """Weights of the distribution's own, beside the head."""
+        return []
+
+    def parameters(self, head: Tensor, weights: Weights) -> Weights:
+        """Head output [B, head_size] and own weights -> distribution parameters."""
+        return (head,)
+
+
+class CategoricalTerms(nn.Cell):
+    """logits [B, n], one_hot [B, n] -> log-probability [B], entropy [B], with closed-form gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_softmax = ops.LogSoftmax(-1)
+        self.sum = ops.ReduceSum()
+
+    def construct(self, logits: Tensor, one_hot: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = self.log_softmax(logits)
+        return self.sum(log_p * one_hot, -1), -self.sum(ops.exp(log_p) * log_p, -1)
+
+    def bprop(self, logits, one_hot, out, dout):  # type: ignore[no-untyped-def]
+        # d log p(a) / d logits = one_hot - p;  d H / d logits = -p (log p + H)
+        log_p = self.log_softmax(logits)
+        p = ops.exp(log_p)
+        d_log_prob, d_entropy = dout
+        grad = (one_hot - p) * d_log_prob.expand_dims(-1)
+        grad = grad - p * (log_p + out[1].expand_dims(-1)) * d_entropy.expand_dims(-1)
+        return grad, ops.zeros_like(one_hot)
+
+
+class Categorical(Distribution):
+    """Discrete actions start .. start + n - 1; Gumbel noise, argmax(logits + noise)."""
+
+    parameter_names = ("logits",)
+
+    def __init__(self, spec: ActionSpec) -> None:
+        super().__init__()
+        self.head_size = spec.sizes[0]
+        self.start = spec.starts[0]
+        self.argmax = ops.Argmax(axis=-1, output_type=mstype.int32)
+        self.one_hot = ops.OneHot()
+        self.one = Tensor(1.0, mstype.float32)
+        self.zero = Tensor(0.0, mstype.float32)
+        self.terms = CategoricalTerms()
+
+    def sample(self, parameters: Weights, noise: Tensor) -> Tensor:
+        return self.argmax(parameters[0] + noise)
+
+    def log_prob_entropy(self, parameters: Weights, raw: Tensor) -> tuple[Tensor, Tensor]:
+        return self.terms(parameters[0], self.one_hot(raw, self.head_size, self.one, self.zero))
+
+    def action(self, raw: Tensor) -> Tensor:
+        return raw + self.start if self.start else raw
+
+
+class MultiCategorical(Distribution):
+    """Independent categoricals, one a component; logits concatenated, [B, sum(sizes)]."""
+
+    parameter_names = ("logits",)
+
+    def __init__(self, spec: ActionSpec) -> None:
+        super().__init__()
+        self.sizes = spec.sizes
+        self.offsets = tuple(int(o) for o in np.cumsum((0, *spec.sizes))[:-1])
+        self.head_size = sum(spec.sizes)
+        self.shape = spec.shape
+        self.starts = Tensor(np.array(spec.starts, np.int32))
+        self.argmax = ops.Argmax(axis=-1, output_type=mstype.int32)
+        self.one_hot = ops.OneHot()
+        self.one = Tensor(1.0, mstype.float32)
+        self.zero = Tensor(0.0, mstype.float32)
+        self.terms = CategoricalTerms()
+
+    def _component(self, x: Tensor, i: int) -> Tensor:
+        return ops.slice(x, (0, self.offsets[i]), (x.shape[0], self.sizes[i]))
+
+    def sample(self, parameters: Weights, noise: Tensor) -> Tensor:
+        perturbed = parameters[0] + noise
+        choices = []
+        for i in range(len(self.sizes)):
+            choices.append(self.argmax(self._component(perturbed, i)))
+        return ops.stack(choices, 1)
+
+    def log_prob_entropy(self, parameters: Weights, raw: Tensor) -> tuple[Tensor, Tensor]:
+        columns = ops.split(raw, 1, 1)
+        log_prob, entropy = 0.0, 0.0
+        for i in range(len(self.sizes)):
+            index = columns[i].reshape((-1,))
+            one_hot = self.one_hot(index, self.sizes[i], self.one, self.zero)
+            terms = self.terms(self._component(parameters[0], i), one_hot)
+            log_prob, entropy = log_prob + terms[0], entropy + terms[1]
+        return log_prob, entropy
+
+    def action(self, raw: Tensor) -> Tensor:
+        return (raw + self.starts).reshape((-1, *self.shape))
+
+
+class Bernoulli(Distribution):
+    """Independent bits; logistic noise, logit + noise > 0."""
+
+    parameter_names = ("logits",)
+
+    def __init__(self, spec: ActionSpec) -> None:
+        super().__init__()
+        self.head_size = spec.size
+        self.shape = spec.shape
+        self.sum = ops.ReduceSum()
+
+    def sample(self, parameters: Weights, noise: Tensor) -> Tensor:
+        return ops.cast(parameters[0] + noise > 0, mstype.int32)
+
+    def log_prob_entropy(self, parameters: Weights, raw: Tensor) -> tuple[Tensor, Tensor]:
+        logits = parameters[0]
+        # softplus(l) = max(l, 0) + log(1 + exp(-|l|)) does not overflow.
+        softplus = ops.relu(logits) + ops.log(1.0 + ops.exp(-ops.abs(logits)))
+        log_prob = self.sum(ops.cast(raw, mstype.float32) * logits - softplus, -1)
+        return log_prob, self.sum(softplus - logits * ops.sigmoid(logits), -1)
+
+    def action(self, raw: Tensor) -> Tensor:
+        return raw.reshape((-1, *self.shape))
+
+
+class Gaussian(Distribution):
+    """Diagonal Gaussian with a state-independent log standard deviation.
+
+    A component bounded on both sides is drawn in units where its bounds are -1 and 1, and mapped to
+    them; every action is clipped to its bounds. `raw` is the action before mapping and clipping.
+    """
+
+    parameter_names = ("mean", "log_std")
+
+    def __init__(self, spec: ActionSpec, log_std_init: float) -> None:
+        super().__init__()
+        self.head_size = spec.size
+        self.shape = spec.shape
+        self.log_std_init = log_std_init
+        scale, offset = action_scale(spec)
+        self.scale, self.offset = Tensor(scale), Tensor(offset)
+        limit = np.finfo(np.float32).max
+        self.low = Tensor(np.clip(spec.low, -limit, limit).astype(np.float32))
+        self.high = Tensor(np.clip(spec.high, -limit, limit).astype(np.float32))
+        self.sum = ops.ReduceSum()
+
+    def weight_specs(self) -> list[WeightSpec]:
+        value = np.full(self.head_size, self.log_std_init, np.float32)
+        return [WeightSpec("log_std", (self.head_size,), lambda rng: value)]
+
+    def parameters(self, head: Tensor, weights: Weights) -> Weights:
+        return head, weights[0]
+
+    def sample(self, parameters: Weights, noise: Tensor) -> Tensor:
+        mean, log_std = parameters
+        return mean + ops.exp(log_std) * noise
+
+    def log_prob_entropy(self, parameters: Weights, raw: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = parameters
+        z = (raw - mean) * ops.exp(-log_std)
+        log_scale = self.sum(log_std)
+        log_prob = -0.5 * self.sum(z * z, -1) - (log_scale + 0.5 * self.head_size * LOG_TWO_PI)
+        entropy = log_scale + 0.5 * self.head_size * (1.0 + LOG_TWO_PI)
+        return log_prob, ops.zeros_like(log_prob) + entropy
+
+    def action(self, raw: Tensor) -> Tensor:
+        action = raw * self.scale + self.offset
+        return ops.minimum(ops.maximum(action, self.low), self.high).reshape((-1, *self.shape))
+
+
+def action_scale(spec: ActionSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and offset [D] float32 that map [-1, 1] to the bounds; 1 and 0 where one is open."""
+    low, high = np.array(spec.low, np.float64), np.array(spec.high, np.float64)
+    bounded = np.isfinite(low) & np.isfinite(high)
+    low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+    return ((high - low) / 2).astype(np.float32), ((high + low) / 2).astype(np.float32)
+
+
+def make_distribution(spec: ActionSpec, log_std_init: float) -> Distribution:
+    """The on-policy distribution of an action space."""
+    if spec.kind == "continuous":
+        return Gaussian(spec, log_std_init)
+    return {"discrete": Categorical, "multi_discrete": MultiCategorical, "multi_binary": Bernoulli}[
+        spec.kind
+    ](spec)

@@ -1,0 +1,90 @@
+"""Evaluation by separate episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+from msrl_accel.acting import ActingPolicy
+from msrl_accel.envs.base import VectorEnv
+from msrl_accel.runtime.base import PolicyRuntime, pad_rows
+
+
+@dataclass
+class Evaluation:
+    """Returns and lengths of whole episodes, one entry each."""
+
+    returns: np.ndarray
+    lengths: np.ndarray
+    deterministic: bool
+
+    @property
+    def mean(self) -> float:
+        return float(self.returns.mean())
+
+    @property
+    def std(self) -> float:
+        return float(self.returns.std())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "deterministic": self.deterministic,
+            "episodes": len(self.returns),
+            "return_mean": self.mean,
+            "return_std": self.std,
+            "return_min": float(self.returns.min()),
+            "return_max": float(self.returns.max()),
+            "length_mean": float(self.lengths.mean()),
+            "returns": [float(r) for r in self.returns],
+        }
+
+    def __str__(self) -> str:
+        kind = "deterministic" if self.deterministic else "sampled"
+        return f"{self.mean:.1f} +- {self.std:.1f} over {len(self.returns)} episodes ({kind})"
+
+
+def evaluate_policy(
+    runtime: PolicyRuntime,
+    env: VectorEnv,
+    episodes: int,
+    *,
+    deterministic: bool = True,
+    seed: int = 0,
+    batch_size: Optional[int] = None,
+) -> Evaluation:
+    """Play whole episodes.
+
+    Every environment plays the same number of episodes, give or take one: taking the first that end
+    would favour short ones.
+
+    Args:
+        env: is reset, and left wherever the last episode ended.
+        episodes: how many, over all environments.
+        seed: of the environments and of sampled actions.
+        batch_size: pad each call of the policy to this many rows, so that a graph compiled for that
+            batch serves.
+    """
+    n = env.num_envs
+    policy = ActingPolicy(runtime, seed)
+    spec = runtime.spec
+    quota = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
+    returns, lengths = np.zeros(n), np.zeros(n, np.int64)
+    finished: list[tuple[float, int]] = []
+    observations = env.reset(seed)
+    while quota.any():
+        rows = max(n, batch_size or 0)
+        padded = tuple(pad_rows(x, rows) for x in observations)
+        acted = runtime.act(padded, policy.noise(rows, deterministic))
+        step = env.step(spec.to_environment(acted.action[:n]))
+        observations = step.observations
+        returns += np.where(step.valid, step.rewards, 0.0)
+        lengths += step.valid
+        for i in np.flatnonzero((step.terminated | step.truncated) & step.valid):
+            if quota[i] > 0:
+                quota[i] -= 1
+                finished.append((float(returns[i]), int(lengths[i])))
+            returns[i], lengths[i] = 0.0, 0
+    result = np.array(finished)
+    return Evaluation(result[:, 0], result[:, 1].astype(np.int64), deterministic)

@@ -1,0 +1,63 @@
+"""Shuffled, padded minibatches of rows, laid out for a compiled loop of fixed shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Minibatches:
+    """All minibatches of one update, in order."""
+
+    rows: np.ndarray
+    """Row numbers [I, B] int32; padding repeats row 0 with weight 0."""
+    weights: np.ndarray
+    """1 / real rows of the minibatch on real rows, 0 on padding; [I, B] float32."""
+    count: int
+    """Minibatches in use; the rest, up to the fixed capacity I, is padding."""
+
+
+def n_minibatches(n_rows: int, batch_size: int, n_epochs: int) -> int:
+    return n_epochs * -(-n_rows // batch_size)
+
+
+def make_minibatches(
+    rng: np.random.Generator,
+    usable: np.ndarray,
+    batch_size: int,
+    n_epochs: int,
+) -> Minibatches:
+    """Draw a new permutation of the usable rows for each epoch and cut it into minibatches.
+
+    Args:
+        usable: which of the R rows may be used, [R] bool.
+    """
+    usable_rows = np.flatnonzero(usable).astype(np.int32)
+    per_epoch = n_minibatches(len(usable_rows), batch_size, 1)
+    capacity = n_minibatches(len(usable), batch_size, n_epochs)
+    rows = np.zeros((capacity, batch_size), np.int32)
+    weights = np.zeros((capacity, batch_size), np.float32)
+    for epoch in range(n_epochs):
+        shuffled = rng.permutation(usable_rows)
+        for i in range(per_epoch):
+            part = shuffled[i * batch_size : (i + 1) * batch_size]
+            rows[epoch * per_epoch + i, : len(part)] = part
+            weights[epoch * per_epoch + i, : len(part)] = 1.0 / len(part)
+    return Minibatches(rows, weights, n_epochs * per_epoch)
+
+
+def standardize(advantages: np.ndarray, batches: Minibatches) -> np.ndarray:
+    """Advantages [R] -> [I, B], each minibatch shifted and scaled to mean 0 and unbiased std 1.
+
+    A minibatch of one real row is left as it is: it has no standard deviation.
+    """
+    values = advantages[batches.rows].astype(np.float64)
+    real = batches.weights > 0
+    n = real.sum(axis=1, keepdims=True)
+    mean = (values * batches.weights).sum(axis=1, keepdims=True)
+    centred = np.where(real, values - mean, 0.0)
+    variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(n - 1, 1)
+    scaled = centred / (np.sqrt(variance) + 1e-8)
+    return np.where(n > 1, scaled, values).astype(np.float32)

@@ -1,0 +1,1 @@
+"""How rollout, training and publishing are scheduled."""

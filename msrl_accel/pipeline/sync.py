@@ -1,0 +1,212 @@
+"""Synchronous training: collect, update, publish, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from msrl_accel import envs
+from msrl_accel.algorithms import algorithm_class
+from msrl_accel.checkpoint import flatten_state, unflatten_state
+from msrl_accel.config import TrainConfig
+from msrl_accel.device import set_up
+from msrl_accel.envs.base import VectorEnv
+from msrl_accel.errors import CheckpointError, ConfigError
+from msrl_accel.evaluation import Evaluation, evaluate_policy
+from msrl_accel.metrics import MetricsLogger
+from msrl_accel.normalize import RewardNormalizer
+from msrl_accel.observation_statistics import ObservationStatistics
+from msrl_accel.progress import Progress
+from msrl_accel.rollout import Collector
+from msrl_accel.run import POLICY_PREFIX, Run, policy_arrays
+from msrl_accel.runtime.graph import GraphRuntime
+from msrl_accel.signals import GracefulStop
+from msrl_accel.spaces import PolicySpec
+
+logger = logging.getLogger("msrl_accel")
+
+
+class SyncTrainer:
+    """One run: environments, collector, algorithm, and everything a checkpoint holds.
+
+    Args:
+        config: resolved.
+        run: its directory.
+    """
+
+    def __init__(self, config: TrainConfig, run: Run) -> None:
+        set_up(config.runtime)
+        self.config = config
+        self.run = run
+        self.env = self._make_env(config.n_envs)
+        self.spec = PolicySpec.from_spaces(self.env.observation_space, self.env.action_space)
+        self.algorithm = algorithm_class(config.algo)(config, self.spec)
+        self.runtime = GraphRuntime(self.algorithm.policy)
+        noise_seed, shuffle_seed = np.random.SeedSequence(config.seed).spawn(2)
+        self.shuffle_rng = np.random.default_rng(shuffle_seed)
+        self.reward_normalizer = None
+        if config.reward.normalize:
+            gamma = getattr(config.algorithm, "gamma", 0.99)
+            self.reward_normalizer = RewardNormalizer(config.n_envs, gamma, config.reward.clip)
+        self.collector = Collector(
+            self.env,
+            self.runtime,
+            self.algorithm.n_steps,
+            np.random.default_rng(noise_seed),
+            self.reward_normalizer,
+        )
+        self.statistics = (
+            ObservationStatistics(self.algorithm.policy)
+            if config.policy.normalize_observations
+            else None
+        )
+        self.step = 0
+        self.iteration = 0
+        self.seconds = 0.0
+        self.next_evaluation = config.evaluation.interval_steps
+        batch = self.algorithm.n_steps * config.n_envs
+        if config.total_steps < batch:
+            raise ConfigError(
+                f"total_steps = {config.total_steps}: less than one batch of n_envs * "
+                f"{config.algo}.n_steps = {batch}; raise total_steps, or lower "
+                f"{config.algo}.n_steps or n_envs"
+            )
+
+    def _make_env(self, num_envs: int) -> VectorEnv:
+        c = self.config
+        return envs.make_vector(c.env, num_envs, kwargs=c.env_kwargs, backend=c.vectorization)
+
+    def train(self) -> str | None:
+        """Run to the end; returns the name of the signal that stopped it early, or None."""
+        started = time.monotonic() - self.seconds
+        last_checkpoint = time.monotonic()
+        c = self.config
+        with ExitStack() as stack:
+            stop = stack.enter_context(GracefulStop())
+            log = stack.enter_context(
+                MetricsLogger(
+                    self.run.path,
+                    tensorboard=c.logging.tensorboard,
+                    resume_step=self.step or None,
+                )
+            )
+            progress = stack.enter_context(
+                Progress(c.total_steps, initial=self.step, quiet=c.quiet)
+            )
+            while self.step < c.total_steps and stop.requested is None:
+                metrics = self.iterate()
+                self.seconds = time.monotonic() - started
+                metrics.update(self._evaluate_when_due())
+                complete = self.step >= c.total_steps
+                if complete or self.iteration % c.logging.interval_iterations == 0:
+                    log.log(self.step, metrics)
+                progress.update(self.step, metrics.get("episode/return", np.nan))
+                since = time.monotonic() - last_checkpoint
+                if complete or stop.requested or since >= c.checkpoint.interval_seconds:
+                    self.save()
+                    last_checkpoint = time.monotonic()
+            return stop.requested
+
+    def iterate(self) -> dict[str, float]:
+        """Collect one batch and train on it."""
+        if not self.collector.observations:
+            self.collector.reset(self.config.seed)
+        start = time.perf_counter()
+        trajectories = self.collector.collect()
+        collected = time.perf_counter()
+        losses = self.algorithm.update(
+            trajectories, self.step / self.config.total_steps, self.shuffle_rng
+        )
+        updated = time.perf_counter()
+        if self.statistics is not None:
+            self.statistics.update(trajectories)
+        self.step += int(trajectories.valid.sum())
+        self.iteration += 1
+        self.runtime.version = self.iteration
+        return {
+            **self.collector.episodes.summary(),
+            **{f"{self.config.algo}/{name}": value for name, value in losses.items()},
+            "time/rollout_seconds": collected - start,
+            "time/update_seconds": updated - collected,
+            "time/steps_per_second": trajectories.valid.sum() / (updated - start),
+        }
+
+    def _evaluate_when_due(self) -> dict[str, float]:
+        interval = self.config.evaluation.interval_steps
+        if not interval or self.step < self.next_evaluation:
+            return {}
+        self.next_evaluation = self.step - self.step % interval + interval
+        result = self.evaluate(deterministic=True)
+        return {"eval/return": result.mean, "eval/return_std": result.std}
+
+    def evaluate(self, deterministic: bool) -> Evaluation:
+        """Separate episodes, in environments of their own."""
+        episodes = self.config.evaluation.episodes
+        with self._make_env(min(episodes, self.config.n_envs)) as env:
+            return evaluate_policy(
+                self.runtime,
+                env,
+                episodes,
+                deterministic=deterministic,
+                seed=self.config.seed + 1_000_003,
+                batch_size=self.config.n_envs,
+            )
+
+    def save(self) -> None:
+        """Write a checkpoint of everything the run needs to continue."""
+        state = {
+            "iteration": self.iteration,
+            "seconds": self.seconds,
+            "next_evaluation": self.next_evaluation,
+            "shuffle_rng": self.shuffle_rng.bit_generator.state,
+            "algorithm": self.algorithm.state(),
+            "collector": self.collector.state(),
+            "statistics": self.statistics and self.statistics.state(),
+        }
+        arrays, tree = flatten_state({"trainer": state})
+        weights = self.algorithm.policy.arrays()
+        arrays.update({POLICY_PREFIX + name: value for name, value in weights.items()})
+        meta = {
+            "algo": self.config.algo,
+            "env": self.config.env,
+            "spec": self.spec.to_dict(),
+            "state": tree,
+        }
+        score = self.collector.episodes.return_mean
+        self.run.checkpoints.save(self.step, arrays, meta, score=score)
+
+    def restore(self) -> None:
+        """Continue from the newest intact checkpoint.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        checkpoint = self.run.checkpoints.latest()
+        if checkpoint is None:
+            raise CheckpointError(f"{self.run.path} holds no checkpoint: start a new run instead")
+        self.algorithm.policy.load_arrays(policy_arrays(checkpoint))
+        state: dict[str, Any] = unflatten_state(checkpoint.arrays, checkpoint.meta["state"])[
+            "trainer"
+        ]
+        self.step = checkpoint.step
+        self.iteration = int(state["iteration"])
+        self.seconds = float(state["seconds"])
+        self.next_evaluation = int(state["next_evaluation"])
+        self.shuffle_rng.bit_generator.state = state["shuffle_rng"]
+        self.algorithm.restore(state["algorithm"])
+        if self.statistics is not None:
+            self.statistics.restore(state["statistics"])
+        # Other seeds than the first reset's: new episodes must not repeat the run's first ones.
+        exact = self.collector.restore(state["collector"], self.config.seed + 1 + self.iteration)
+        self.runtime.version = self.iteration
+        if not exact:
+            logger.warning(
+                "%s cannot save its state: its environments start new episodes", self.config.env
+            )
+
+    def close(self) -> None:
+        self.env.close()

@@ -1,0 +1,151 @@
+"""Collecting trajectories: vector environment + policy runtime -> `Trajectories`."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import numpy as np
+
+from msrl_accel.envs.base import StepResult, VectorEnv
+from msrl_accel.metrics import EpisodeStats
+from msrl_accel.normalize import RewardNormalizer
+from msrl_accel.runtime.base import PolicyRuntime, pad_rows
+from msrl_accel.spaces import Observations
+from msrl_accel.trajectories import Trajectories
+
+
+class Collector:
+    """Steps a vector environment with a policy.
+
+    Args:
+        env: the environments.
+        runtime: acts for them, always at batch `env.num_envs`.
+        n_steps: steps of each environment in one batch of trajectories.
+        rng: source of the policy's noise.
+        reward_normalizer: scales the rewards that training sees; episode returns stay raw.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        runtime: PolicyRuntime,
+        n_steps: int,
+        rng: np.random.Generator,
+        reward_normalizer: Optional[RewardNormalizer] = None,
+    ) -> None:
+        self.env = env
+        self.runtime = runtime
+        self.spec = runtime.spec
+        self.n_steps = n_steps
+        self.rng = rng
+        self.reward_normalizer = reward_normalizer
+        self.episodes = EpisodeStats(env.num_envs)
+        self.observations: Observations = ()
+
+    def reset(self, seed: Optional[int]) -> None:
+        """Start all environments anew."""
+        self.observations = self.env.reset(seed)
+
+    def collect(self) -> Trajectories:
+        """Take `n_steps` steps in each environment."""
+        steps, n = self.n_steps, self.env.num_envs
+        noise = self.spec.draw_noise(self.rng, (steps, n))
+        batch = self._empty()
+        final: list[tuple[int, np.ndarray, Observations]] = []
+        for t in range(steps):
+            observations = self.spec.cast(self.observations)
+            acted = self.runtime.act(observations, noise[t])
+            step = self.env.step(self.spec.to_environment(acted.action))
+            for stored, x in zip(batch.observations, observations):
+                stored[t] = x
+            batch.raw_actions[t] = acted.raw_action
+            batch.log_probs[t] = acted.log_prob
+            batch.values[t] = acted.value
+            self._store_outcome(batch, t, step)
+            cut = np.flatnonzero(step.truncated & ~step.terminated)
+            if len(cut):
+                final.append((t, cut, tuple(x[cut] for x in step.next_observations)))
+            self.observations = step.observations
+        self._bootstrap(batch, final)
+        return batch
+
+    def _empty(self) -> Trajectories:
+        shape = (self.n_steps, self.env.num_envs)
+        action = self.spec.action
+        observations = tuple(np.empty((*shape, *o.shape), o.dtype) for o in self.spec.observations)
+        return Trajectories(
+            observations=observations,
+            raw_actions=np.empty((*shape, *action.raw_shape), action.raw_dtype),
+            log_probs=np.empty(shape, np.float32),
+            values=np.empty(shape, np.float32),
+            rewards=np.empty(shape, np.float64),
+            next_values=np.empty(shape, np.float32),
+            terminated=np.empty(shape, bool),
+            truncated=np.empty(shape, bool),
+            valid=np.empty(shape, bool),
+        )
+
+    def _store_outcome(self, batch: Trajectories, t: int, step: StepResult) -> None:
+        done = step.terminated | step.truncated
+        self.episodes.update(step.rewards, done, step.valid)
+        rewards = step.rewards
+        if self.reward_normalizer is not None:
+            rewards = self.reward_normalizer(rewards, done, step.valid)
+        batch.rewards[t] = rewards
+        batch.terminated[t] = step.terminated
+        batch.truncated[t] = step.truncated
+        batch.valid[t] = step.valid
+
+    def _bootstrap(
+        self, batch: Trajectories, final: list[tuple[int, np.ndarray, Observations]]
+    ) -> None:
+        """Fill `next_values`: of the next step, or of the final observation where one was cut off."""
+        batch.next_values[:-1] = batch.values[1:]
+        batch.next_values[-1] = self.values(self.observations)
+        if not final:
+            return
+        columns = range(len(self.spec.observations))
+        values = self.values(
+            tuple(np.concatenate([part[i] for _, _, part in final]) for i in columns)
+        )
+        start = 0
+        for t, environments, _ in final:
+            batch.next_values[t, environments] = values[start : start + len(environments)]
+            start += len(environments)
+
+    def values(self, observations: Observations) -> np.ndarray:
+        """Values [R] of any number of observations, in batches of the one compiled size."""
+        n = self.env.num_envs
+        rows = len(observations[0])
+        noise = self.spec.zero_noise((n,))
+        values = np.empty(rows, np.float32)
+        for start in range(0, rows, n):
+            chunk = tuple(pad_rows(x[start : start + n], n) for x in observations)
+            stop = min(start + n, rows)
+            values[start:stop] = self.runtime.act(chunk, noise).value[: stop - start]
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """All that decides what the next batch will be, apart from the policy.
+
+        Environments that cannot be saved give None: they start new episodes after a restore.
+        """
+        return {
+            "env": self.env.state(),
+            "rng": self.rng.bit_generator.state,
+            "episodes": self.episodes.state(),
+            "reward_normalizer": self.reward_normalizer and self.reward_normalizer.state(),
+        }
+
+    def restore(self, state: dict[str, Any], reset_seed: int) -> bool:
+        """Inverse of `state`; returns whether the environments continue exactly where they were."""
+        self.rng.bit_generator.state = state["rng"]
+        self.episodes.restore(state["episodes"])
+        if self.reward_normalizer is not None and state["reward_normalizer"] is not None:
+            self.reward_normalizer.restore(state["reward_normalizer"])
+        if state["env"] is None:
+            self.reset(reset_seed)
+            self.episodes.abandon_running()
+            return False
+        self.observations = self.env.restore(state["env"])
+        return True

@@ -1,0 +1,161 @@
+"""The run directory and what a finished or interrupted run offers."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
+
+from msrl_accel.checkpoint import Checkpoint, CheckpointStore
+from msrl_accel.config import TrainConfig, load_config
+from msrl_accel.errors import CheckpointError, ConfigError
+from msrl_accel.files import write_text_atomic
+from msrl_accel.metrics import read_metrics
+from msrl_accel.plotting import plot_learning_curve
+from msrl_accel.spaces import PolicySpec
+
+if TYPE_CHECKING:
+    from msrl_accel.acting import ActingPolicy
+
+CONFIG_FILE = "config.yaml"
+SUMMARY_FILE = "summary.json"
+PLOT_FILE = "learning_curve.png"
+POLICY_PREFIX = "policy/"
+
+WhichCheckpoint = Union[str, int]
+
+
+def default_run_dir(config: TrainConfig) -> str:
+    """runs/<env>-<algo>-seed<seed>-<time>."""
+    env = config.env.replace("/", "_").replace(":", "_")
+    return f"runs/{env}-{config.algo}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+class Run:
+    """A run directory: resolved config, metrics, checkpoints, plot, summary.
+
+    Args:
+        path: an existing run directory.
+
+    Raises:
+        ConfigError: the directory holds no run.
+    """
+
+    def __init__(self, path: Union[str, Path]) -> None:
+        self.path = Path(path)
+        if not (self.path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{self.path}: not a run directory ({CONFIG_FILE} is missing)")
+        self.config = load_config(self.path / CONFIG_FILE)
+        self.checkpoints = CheckpointStore(
+            self.path / "checkpoints", keep_last=self.config.checkpoint.keep_last
+        )
+
+    @classmethod
+    def create(cls, config: TrainConfig) -> Run:
+        """Make the directory of a new run and save its config.
+
+        Raises:
+            ConfigError: it cannot be written, or already holds a run.
+        """
+        assert config.run_dir is not None
+        path = Path(config.run_dir)
+        if (path / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"run_dir = {str(path)!r} already holds a run: continue it with --resume {path}, "
+                "or choose another directory"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            config.save(path / CONFIG_FILE)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir = {str(path)!r} cannot be written ({error.strerror}): "
+                "choose another with --run-dir"
+            ) from error
+        return cls(path)
+
+    @property
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Every logged metric by name, equal lengths, NaN where one was not logged."""
+        return read_metrics(self.path)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the closing evaluation found; empty before the run is complete."""
+        file = self.path / SUMMARY_FILE
+        if not file.exists():
+            return {}
+        content: dict[str, Any] = json.loads(file.read_text())
+        return content
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_text_atomic(self.path / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+    def plot(self) -> Any:
+        """The learning curve as a Matplotlib figure (None without Matplotlib)."""
+        return plot_learning_curve(self.metrics, None, self._title)
+
+    def save_plot(self) -> None:
+        plot_learning_curve(self.metrics, self.path / PLOT_FILE, self._title)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.config.algo.upper()} on {self.config.env}, seed {self.config.seed}"
+
+    @cached_property
+    def policy(self) -> ActingPolicy:
+        """The policy of the last checkpoint: `run.policy.act(observation, deterministic=True)`."""
+        return self.load_policy("last")
+
+    def load_policy(self, which: WhichCheckpoint = "last") -> ActingPolicy:
+        """The policy of a checkpoint: 'last', 'best', or a step."""
+        from msrl_accel.acting import ActingPolicy
+        from msrl_accel.device import set_up
+        from msrl_accel.policy import Policy
+        from msrl_accel.runtime.graph import GraphRuntime
+
+        checkpoint = self.checkpoints.load(which)
+        set_up(self.config.runtime)
+        spec = PolicySpec.from_dict(checkpoint.meta["spec"])
+        policy = Policy(spec, self.config.policy, self.config.seed)
+        policy.load_arrays(policy_arrays(checkpoint))
+        return ActingPolicy(GraphRuntime(policy, version=checkpoint.step), self.config.seed)
+
+    def __repr__(self) -> str:
+        result = self.summary.get("deterministic", {}).get("return_mean")
+        reached = "" if result is None else f", deterministic return {result:.1f}"
+        return f"Run({str(self.path)!r}: {self.config.algo} on {self.config.env}{reached})"
+
+
+def policy_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Weights and statistics of a checkpoint's policy, by name."""
+    n = len(POLICY_PREFIX)
+    return {k[n:]: v for k, v in checkpoint.arrays.items() if k.startswith(POLICY_PREFIX)}
+
+
+def load_run(path: Union[str, Path]) -> Run:
+    """Open a run directory.
+
+    Raises:
+        ConfigError: the directory holds no run.
+    """
+    return Run(path)
+
+
+def check_resumable(run: Run, config: TrainConfig) -> None:
+    """Refuse to continue a run as something else.
+
+    Raises:
+        CheckpointError: algorithm, environment, seed or number of environments differ.
+    """
+    for key in ("algo", "env", "seed", "n_envs"):
+        ours, theirs = getattr(config, key), getattr(run.config, key)
+        if ours != theirs:
+            raise CheckpointError(
+                f"{key} = {ours!r}: the run in {run.path} has {theirs!r}; "
+                "leave it out to resume, or start a new run"
+            )

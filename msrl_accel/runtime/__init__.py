@@ -1,0 +1,1 @@
+"""Engines that run a policy: one protocol, one module an engine."""

@@ -1,0 +1,81 @@
+"""What every engine that runs a policy offers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Optional, Protocol
+
+import numpy as np
+
+from msrl_accel.errors import PolicyError
+from msrl_accel.spaces import Observations, PolicySpec
+
+
+@dataclass
+class ActResult:
+    """Outputs of one call, [B, ...], copies that later calls do not touch."""
+
+    action: np.ndarray
+    """In environment units; `PolicySpec.to_environment` gives it the environment's dtype."""
+    log_prob: np.ndarray
+    value: np.ndarray
+    raw_action: np.ndarray
+    parameters: tuple[np.ndarray, ...]
+    """Of the action distribution: logits, or mean and log_std."""
+
+
+class PolicyRuntime(Protocol):
+    """A policy that acts."""
+
+    spec: PolicySpec
+    version: int
+    """Of the weights in use."""
+
+    def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
+        """Act on a batch.
+
+        Args:
+            observations: [B, ...] each, in the order of `spec`.
+            noise: [B, noise_size]; zeros for the deterministic policy.
+
+        Raises:
+            PolicyError: a tensor does not fit the specification.
+        """
+
+    def close(self) -> None: ...
+
+
+def check_inputs(
+    spec: PolicySpec, observations: Observations, noise: Optional[np.ndarray] = None
+) -> Observations:
+    """Check count, shapes and dtypes; returns the observations cast and C-contiguous."""
+    if len(observations) != len(spec.observations):
+        raise PolicyError(
+            f"got {len(observations)} observation tensors, this policy takes "
+            f"{len(spec.observations)}: {[o.name for o in spec.observations]}"
+        )
+    batch = len(observations[0])
+    for x, o in zip(observations, spec.observations):
+        if x.shape != (batch, *o.shape):
+            raise PolicyError(
+                f"observation {o.name!r} has shape {x.shape}, this policy takes {('B', *o.shape)}"
+            )
+        if o.dtype == "uint8" and x.dtype != np.uint8:
+            raise PolicyError(
+                f"observation {o.name!r} has dtype {x.dtype}, this policy takes uint8 images"
+            )
+    if noise is not None and noise.shape != (batch, spec.action.noise_size):
+        raise PolicyError(
+            f"noise has shape {noise.shape}, expected {(batch, spec.action.noise_size)}"
+        )
+    return spec.cast(observations)
+
+
+def pad_rows(rows: np.ndarray, n: int) -> np.ndarray:
+    """Repeat the last row up to n rows, so that a graph compiled for n rows serves fewer."""
+    if len(rows) >= n:
+        return rows
+    return np.concatenate([rows, np.repeat(rows[-1:], n - len(rows), axis=0)])

@@ -1,0 +1,254 @@
+"""Gymnasium spaces described for a policy graph: names, order, shapes, dtypes and bounds of its tensors.
+
+Nothing here needs MindSpore: a deployed policy reads the same description from its manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from msrl_accel.errors import PolicyError, SpaceError
+
+Observations = tuple[np.ndarray, ...]
+
+BOX_NAME = "observation"
+"""Name of the only tensor of a Box observation."""
+
+SUPPORTED_OBSERVATIONS = "Box, or a one-level Dict of Box"
+SUPPORTED_ACTIONS = "Discrete, MultiDiscrete, MultiBinary, or a floating-point Box"
+
+
+@dataclass(frozen=True)
+class ObservationSpec:
+    """One observation tensor, without its batch dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """'uint8' for images, which stay uint8 until the graph, otherwise 'float32'."""
+
+    @property
+    def is_image(self) -> bool:
+        """Whether a convolutional torso reads it: uint8 with two spatial axes of at least 8."""
+        return self.dtype == "uint8" and len(self.shape) in (2, 3) and min(self.hwc[:2]) >= 8
+
+    @property
+    def channels_first(self) -> bool:
+        """Whether the smallest outer axis of a three-dimensional image comes first."""
+        return len(self.shape) == 3 and self.shape[0] < self.shape[2]
+
+    @property
+    def hwc(self) -> tuple[int, int, int]:
+        """Height, width and channels of an image of either layout."""
+        if len(self.shape) == 2:
+            return self.shape[0], self.shape[1], 1
+        if self.channels_first:
+            return self.shape[1], self.shape[2], self.shape[0]
+        return self.shape[0], self.shape[1], self.shape[2]
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """The action an environment takes, and how the policy's distribution makes it."""
+
+    kind: str
+    """'discrete', 'multi_discrete', 'multi_binary' or 'continuous'."""
+    shape: tuple[int, ...]
+    """Shape of one action in the environment; () for Discrete."""
+    dtype: str
+    """NumPy dtype of the environment's action."""
+    sizes: tuple[int, ...] = ()
+    """Number of choices of each component (discrete kinds)."""
+    starts: tuple[int, ...] = ()
+    """Smallest value of each component (discrete kinds)."""
+    low: tuple[float, ...] = ()
+    """Lower bound of each component (continuous); -inf where there is none."""
+    high: tuple[float, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of components of one action."""
+        return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
+
+    @property
+    def raw_shape(self) -> tuple[int, ...]:
+        """Shape of the action as the distribution draws it, before environment units."""
+        return () if self.kind == "discrete" else (self.size,)
+
+    @property
+    def raw_dtype(self) -> str:
+        return "float32" if self.kind == "continuous" else "int32"
+
+    @property
+    def noise_kind(self) -> str:
+        """Law of the noise the graph takes; zeros of the same shape make it deterministic."""
+        return {
+            "discrete": "gumbel",
+            "multi_discrete": "gumbel",
+            "multi_binary": "logistic",
+            "continuous": "normal",
+        }[self.kind]
+
+    @property
+    def noise_size(self) -> int:
+        return sum(self.sizes) if self.noise_kind == "gumbel" else self.size
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """Everything a policy graph must know of its environment."""
+
+    observations: tuple[ObservationSpec, ...]
+    action: ActionSpec
+    dict_observation: bool
+
+    @classmethod
+    def from_spaces(cls, observation_space: gym.Space, action_space: gym.Space) -> PolicySpec:
+        """Describe a pair of Gymnasium spaces.
+
+        Raises:
+            SpaceError: the space is not supported; the message says which are.
+        """
+        is_dict = isinstance(observation_space, gym.spaces.Dict)
+        return cls(_observation_specs(observation_space), _action_spec(action_space), is_dict)
+
+    def as_tuple(self, observation: Any) -> Observations:
+        """Observation as the environment gives it (array or dict of arrays) -> tuple in graph order.
+
+        Raises:
+            PolicyError: an entry is missing or unknown.
+        """
+        if not self.dict_observation:
+            return (np.asarray(observation),)
+        if not isinstance(observation, Mapping):
+            raise PolicyError(
+                f"observation is {type(observation).__name__}, "
+                f"this policy takes a dict with keys {[o.name for o in self.observations]}"
+            )
+        names = {o.name for o in self.observations}
+        if set(observation) != names:
+            raise PolicyError(
+                f"observation has keys {sorted(observation)}, this policy takes {sorted(names)}"
+            )
+        return tuple(np.asarray(observation[o.name]) for o in self.observations)
+
+    def cast(self, observations: Observations) -> Observations:
+        """Cast to the graph's dtypes and make C-contiguous; copies only where it must."""
+        return tuple(
+            np.ascontiguousarray(x, dtype=spec.dtype)
+            for x, spec in zip(observations, self.observations)
+        )
+
+    def to_environment(self, actions: np.ndarray) -> np.ndarray:
+        """Actions [N, ...] as the graph returns them, in the environment's dtype.
+
+        A float64 bound may lie between two float32 values: the cast is clipped once more.
+        """
+        action = self.action
+        if action.kind != "continuous":
+            return actions.astype(action.dtype)
+        low, high = (
+            np.array(b, action.dtype).reshape(action.shape) for b in (action.low, action.high)
+        )
+        return np.clip(actions.astype(action.dtype), low, high)
+
+    def draw_noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        """Noise [*shape, noise_size] float32 of the law in `action.noise_kind`."""
+        full = (*shape, self.action.noise_size)
+        kind = self.action.noise_kind
+        if kind == "normal":
+            return rng.standard_normal(full, dtype=np.float32)
+        if kind == "gumbel":
+            exponential = rng.standard_exponential(full, dtype=np.float32)
+            return -np.log(np.maximum(exponential, np.float32(1e-20)))
+        uniform = np.clip(rng.random(full, dtype=np.float32), 1e-7, 1 - 1e-7)
+        return (np.log(uniform) - np.log1p(-uniform)).astype(np.float32)
+
+    def zero_noise(self, shape: tuple[int, ...]) -> np.ndarray:
+        """The noise of the deterministic policy."""
+        return np.zeros((*shape, self.action.noise_size), np.float32)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description; `from_dict` is its inverse."""
+        action = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self.action).items()}
+        return {
+            "observations": [
+                {"name": o.name, "shape": list(o.shape), "dtype": o.dtype}
+                for o in self.observations
+            ],
+            "dict_observation": self.dict_observation,
+            # JSON has no infinity: an open bound is null.
+            "action": {
+                **action,
+                "low": [None if np.isinf(x) else x for x in self.action.low],
+                "high": [None if np.isinf(x) else x for x in self.action.high],
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PolicySpec:
+        observations = tuple(
+            ObservationSpec(o["name"], tuple(o["shape"]), o["dtype"]) for o in data["observations"]
+        )
+        a = data["action"]
+        action = ActionSpec(
+            kind=a["kind"],
+            shape=tuple(a["shape"]),
+            dtype=a["dtype"],
+            sizes=tuple(a["sizes"]),
+            starts=tuple(a["starts"]),
+            low=tuple(-np.inf if x is None else x for x in a["low"]),
+            high=tuple(np.inf if x is None else x for x in a["high"]),
+        )
+        return cls(observations, action, bool(data["dict_observation"]))
+
+
+def _observation_specs(space: gym.Space) -> tuple[ObservationSpec, ...]:
+    if isinstance(space, gym.spaces.Dict):
+        if not space.spaces:
+            raise SpaceError("observation space Dict() is empty; give it at least one Box entry")
+        # Sorted, so that the order never depends on insertion or on the hash seed.
+        return tuple(_box_spec(key, space.spaces[key]) for key in sorted(space.spaces))
+    return (_box_spec(BOX_NAME, space),)
+
+
+def _box_spec(name: str, space: gym.Space) -> ObservationSpec:
+    if not isinstance(space, gym.spaces.Box):
+        where = "" if name == BOX_NAME else f" (key {name!r})"
+        remedy = "wrap the environment in gymnasium.wrappers.FlattenObservation"
+        raise SpaceError(
+            f"observation space {space}{where} is not supported: "
+            f"use {SUPPORTED_OBSERVATIONS}, or {remedy}"
+        )
+    if space.dtype.kind not in "fiub":
+        raise SpaceError(f"observation {name!r} has dtype {space.dtype}: use a real-valued dtype")
+    is_image = space.dtype == np.uint8 and len(space.shape) in (2, 3)
+    return ObservationSpec(name, tuple(space.shape), "uint8" if is_image else "float32")
+
+
+def _action_spec(space: gym.Space) -> ActionSpec:
+    if isinstance(space, gym.spaces.Discrete):
+        return ActionSpec("discrete", (), space.dtype.name, (int(space.n),), (int(space.start),))
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return ActionSpec(
+            "multi_discrete",
+            tuple(space.shape),
+            space.dtype.name,
+            tuple(int(n) for n in np.ravel(space.nvec)),
+            tuple(int(s) for s in np.ravel(space.start)),
+        )
+    if isinstance(space, gym.spaces.MultiBinary):
+        return ActionSpec("multi_binary", tuple(space.shape), space.dtype.name)
+    if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
+        low, high = (tuple(float(x) for x in np.ravel(b)) for b in (space.low, space.high))
+        return ActionSpec("continuous", tuple(space.shape), space.dtype.name, low=low, high=high)
+    raise SpaceError(f"action space {space} is not supported: use {SUPPORTED_ACTIONS}")

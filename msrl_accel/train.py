@@ -1,0 +1,145 @@
+"""Training: `python -m msrl_accel.train --algo ppo --env CartPole-v1`, or `train(...)` from Python."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from msrl_accel.config import TrainConfig, build_parser, config_from_args, resolve_config
+from msrl_accel.errors import MsrlError
+from msrl_accel.progress import format_duration, format_summary
+from msrl_accel.run import CONFIG_FILE, PLOT_FILE, Run, check_resumable, default_run_dir
+
+PROG = "python -m msrl_accel.train"
+
+
+def train(
+    config: Optional[TrainConfig] = None,
+    *,
+    resume: Union[str, Path, None] = None,
+    overrides: Optional[Mapping[str, Any]] = None,
+    **values: Any,
+) -> Run:
+    """Train a policy and evaluate it.
+
+    Args:
+        config: a resolved configuration; or give its values: `algo=`, `env=`, `total_steps=`, ...
+        resume: a run directory to continue; values given then override the run's own.
+        overrides: values by dotted key, such as {"ppo.learning_rate": 1e-3}.
+
+    Returns:
+        The run, complete or stopped by a signal; `run.summary` says what was reached.
+
+    Raises:
+        ConfigError, SpaceError, EnvError, CheckpointError: see `msrl_accel.errors`.
+    """
+    if config is None:
+        config_file = None if resume is None else Path(resume) / CONFIG_FILE
+        if config_file is not None:
+            run_file = Run(resume).path / CONFIG_FILE  # type: ignore[arg-type]
+            config = resolve_config(
+                config_file=run_file, tuned=False, overrides=overrides, **values
+            )
+        else:
+            config = resolve_config(overrides=overrides, **values)
+    return _train(config, resume)
+
+
+def _train(config: TrainConfig, resume: Union[str, Path, None]) -> Run:
+    # Imports MindSpore, which config errors need not wait for.
+    from msrl_accel.pipeline.sync import SyncTrainer
+
+    if resume is not None:
+        run = Run(resume)
+        check_resumable(run, config)
+        trainer = SyncTrainer(config, run)
+    else:
+        config = config.replace(run_dir=config.run_dir or default_run_dir(config))
+        run = Run.create(config)
+        trainer = SyncTrainer(config, run)
+    try:
+        if resume is not None:
+            trainer.restore()
+            if trainer.step >= config.total_steps:
+                _say(config, _already_complete(run, trainer.step, config))
+                return run
+        stopped_by = trainer.train()
+        run.save_plot()
+        if stopped_by is not None:
+            _say(config, _stopped(run, trainer.step, config, stopped_by))
+            return run
+        results = {
+            kind: trainer.evaluate(deterministic=kind == "deterministic")
+            for kind in ("deterministic", "sampled")
+        }
+        summary = {
+            "algo": config.algo,
+            "env": config.env,
+            "seed": config.seed,
+            "steps": trainer.step,
+            "seconds": round(trainer.seconds, 3),
+            **{kind: result.to_dict() for kind, result in results.items()},
+        }
+        run.write_summary(summary)
+        rows = {kind: str(result) for kind, result in results.items()}
+        _say(config, _complete(run, trainer.step, trainer.seconds, rows))
+        return run
+    finally:
+        trainer.close()
+
+
+def _say(config: TrainConfig, text: str) -> None:
+    if not config.quiet:
+        print(text)
+
+
+def _complete(run: Run, step: int, seconds: float, results: Mapping[str, str]) -> str:
+    rows = {
+        "return, deterministic": results["deterministic"],
+        "return, sampled": results["sampled"],
+        "steps": f"{step:,} in {format_duration(seconds)} ({step / max(seconds, 1e-9):,.0f}/s)",
+        "run directory": str(run.path),
+        "learning curve": str(run.path / PLOT_FILE),
+        "evaluate again": f"python -m msrl_accel.evaluate {run.path}",
+        "watch it act": f"python -m msrl_accel.evaluate {run.path} --render episode.gif",
+    }
+    return format_summary(f"Trained {run.config.algo} on {run.config.env}", rows)
+
+
+def _stopped(run: Run, step: int, config: TrainConfig, signal: str) -> str:
+    rows = {
+        "steps": f"{step:,} of {config.total_steps:,}",
+        "run directory": str(run.path),
+        "continue": f"{PROG} --resume {run.path}",
+    }
+    return format_summary(f"Stopped by {signal}, checkpoint written", rows)
+
+
+def _already_complete(run: Run, step: int, config: TrainConfig) -> str:
+    rows = {
+        "steps": f"{step:,} of {config.total_steps:,}",
+        "train further": f"{PROG} --resume {run.path} --total-steps {2 * step}",
+    }
+    return format_summary("Nothing to do: this run is already complete", rows)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Command line; returns the exit status: 0, or 2 after one line about what is wrong."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    try:
+        args = build_parser(PROG).parse_args(argv)
+        config_file = None
+        if args.resume is not None:
+            config_file = Run(args.resume).path / CONFIG_FILE
+        _train(config_from_args(args, config_file=config_file), args.resume)
+    except MsrlError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
