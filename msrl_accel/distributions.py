@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from msrl_accel.networks import WeightSpec, Weights
+from msrl_accel.networks import Weights, WeightSpec
 from msrl_accel.spaces import ActionSpec
 
 LOG_TWO_PI = math.log(2.0 * math.pi)

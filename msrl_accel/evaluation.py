@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def evaluate_policy(
     *,
     deterministic: bool = True,
     seed: int = 0,
-    batch_size: Optional[int] = None,
+    batch_size: int | None = None,
 ) -> Evaluation:
     """Play whole episodes.
 

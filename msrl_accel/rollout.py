@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Collector:
         runtime: PolicyRuntime,
         n_steps: int,
         rng: np.random.Generator,
-        reward_normalizer: Optional[RewardNormalizer] = None,
+        reward_normalizer: RewardNormalizer | None = None,
     ) -> None:
         self.env = env
         self.runtime = runtime
@@ -42,7 +42,7 @@ class Collector:
         self.episodes = EpisodeStats(env.num_envs)
         self.observations: Observations = ()
 
-    def reset(self, seed: Optional[int]) -> None:
+    def reset(self, seed: int | None) -> None:
         """Start all environments anew."""
         self.observations = self.env.reset(seed)
 

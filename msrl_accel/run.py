@@ -45,7 +45,7 @@ class Run:
         ConfigError: the directory holds no run.
     """
 
-    def __init__(self, path: Union[str, Path]) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / CONFIG_FILE).is_file():
             raise ConfigError(f"{self.path}: not a run directory ({CONFIG_FILE} is missing)")
@@ -137,7 +137,7 @@ def policy_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return {k[n:]: v for k, v in checkpoint.arrays.items() if k.startswith(POLICY_PREFIX)}
 
 
-def load_run(path: Union[str, Path]) -> Run:
+def load_run(path: str | Path) -> Run:
     """Open a run directory.
 
     Raises:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any
 
 from msrl_accel.config import TrainConfig, build_parser, config_from_args, resolve_config
 from msrl_accel.errors import MsrlError
@@ -17,10 +17,10 @@ PROG = "python -m msrl_accel.train"
 
 
 def train(
-    config: Optional[TrainConfig] = None,
+    config: TrainConfig | None = None,
     *,
-    resume: Union[str, Path, None] = None,
-    overrides: Optional[Mapping[str, Any]] = None,
+    resume: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> Run:
     """Train a policy and evaluate it.
@@ -48,7 +48,7 @@ def train(
     return _train(config, resume)
 
 
-def _train(config: TrainConfig, resume: Union[str, Path, None]) -> Run:
+def _train(config: TrainConfig, resume: str | Path | None) -> Run:
     # Imports MindSpore, which config errors need not wait for.
     from msrl_accel.pipeline.sync import SyncTrainer
 
@@ -126,7 +126,7 @@ def _already_complete(run: Run, step: int, config: TrainConfig) -> str:
     return format_summary("Nothing to do: this run is already complete", rows)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0, or 2 after one line about what is wrong."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Optional, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class PolicyRuntime(Protocol):
 
 
 def check_inputs(
-    spec: PolicySpec, observations: Observations, noise: Optional[np.ndarray] = None
+    spec: PolicySpec, observations: Observations, noise: np.ndarray | None = None
 ) -> Observations:
     """Check count, shapes and dtypes; returns the observations cast and C-contiguous."""
     if len(observations) != len(spec.observations):
