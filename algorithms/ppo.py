@@ -1,4 +1,4 @@
-"""Proximal policy optimisation, clipped objective (Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9)."""
+"""Proximal policy optimisation, clipped (Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PPOConfig(Section):
     normalize_advantage: bool = Field(True)
     """Standardise advantages within each minibatch."""
     target_kl: float | None = Field(None, gt=0)
-    """Stop an update early once a minibatch's KL estimate exceeds 1.5 times this; null never does."""
+    """Stop an update once a minibatch's KL estimate exceeds 1.5 times this; null never does."""
 
 
 class LossInputs(NamedTuple):
@@ -69,8 +69,8 @@ class LossInputs(NamedTuple):
 def ppo_loss(log_prob, entropy, value, inputs, clip_range, value_clip, ent_coef, vf_coef):  # type: ignore[no-untyped-def]
     """Scalar loss: mean of  max(-r A, -clip(r, 1 - c, 1 + c) A) + vf (V - R)^2 - ent H.
 
-    r = exp(log_prob - old_log_prob). With a value clip, the squared error is the larger of the plain
-    one and that of V_old + clip(V - V_old).
+    r = exp(log_prob - old_log_prob). With a value clip, the squared error is the larger of the
+    plain one and that of V_old + clip(V - V_old).
     """
     old_log_prob, old_value, advantage, value_target, weight = inputs
     ratio = ops.exp(log_prob - old_log_prob)

@@ -1,4 +1,4 @@
-"""Reinforcement learning in MindSpore graph mode: the policy that is trained is the policy that is deployed.
+"""Reinforcement learning in MindSpore graph mode: the trained policy is the deployed policy.
 
 Importing this package does not import MindSpore; the parts that need it import it when used.
 """

@@ -1,8 +1,8 @@
-"""Action distributions as graph Cells: sample from noise, log-probability, entropy, environment units.
+"""Action distributions as graph Cells: sample from noise, log-probability, entropy, action.
 
-A distribution holds no weights. `parameters` is what the policy head gave it, [B, ...]; `raw` is the
-action as drawn ([B] int32, or [B, D]), which training keeps; `action` is what the environment takes.
-Zero noise gives the mode.
+A distribution holds no weights. `parameters` is what the policy head gave it, [B, ...]; `raw` is
+the action as drawn ([B] int32, or [B, D]), which training keeps; `action` is what the environment
+takes, in its units. Zero noise gives the mode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Distribution(nn.Cell):
 
 
 class CategoricalTerms(nn.Cell):
-    """logits [B, n], one_hot [B, n] -> log-probability [B], entropy [B], with closed-form gradient."""
+    """logits [B, n], one_hot [B, n] -> log-probability [B], entropy [B]; closed-form gradient."""
 
     def __init__(self) -> None:
         super().__init__()

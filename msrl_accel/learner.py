@@ -21,10 +21,11 @@ class FlatAdam(nn.Cell):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) on all weights as one vector, with a clipped norm.
 
     One vector means one norm, one clip and one Adam kernel whatever the number of tensors. The
-    vector is the weights' working copy within an update: `gather` fills it, `scatter` writes it back.
+    vector is the weights' working copy within an update: `gather` fills it, `scatter` writes it
+    back.
 
-    construct(gradients, step_size, epsilon) -> norm of the gradient before clipping. A gradient that
-    is not finite counts as zero.
+    construct(gradients, step_size, epsilon) -> norm of the gradient before clipping. A gradient
+    that is not finite counts as zero.
 
     Args:
         weights: the trained Parameters.

@@ -1,8 +1,8 @@
 """Network torsos as functions of explicit weights.
 
-A module here holds no parameters. It lists the weights it needs (`weight_specs`) and takes them as an
-argument, so that one and the same code runs on a policy's Parameters (rollout, export) and on the
-slices of the one flat vector that the optimiser steps (training).
+A module here holds no parameters. It lists the weights it needs (`weight_specs`) and takes them as
+an argument, so that one and the same code runs on a policy's Parameters (rollout, export) and on
+the slices of the one flat vector that the optimiser steps (training).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WeightSpec:
 
 
 def orthogonal(rows: int, columns: int, gain: float, members: int = 1) -> Callable[..., np.ndarray]:
-    """Initialiser of `members` matrices [rows, columns] with orthogonal rows or columns times `gain`.
+    """Initialiser of `members` matrices [rows, columns], orthogonal rows or columns times `gain`.
 
     Saxe et al. 2013, arXiv:1312.6120; the sign of R is fixed so that the law is uniform.
     """
@@ -95,7 +95,7 @@ class Dense(nn.Cell):
 
 
 class EnsembleDense(nn.Cell):
-    """x [M, B, in], weight [M, out, in], bias [M, 1, out] -> [M, B, out]: M layers in one product."""
+    """x [M, B, in], weight [M, out, in], bias [M, 1, out] -> [M, B, out]: M layers at once."""
 
     def __init__(self) -> None:
         super().__init__()

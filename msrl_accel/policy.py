@@ -86,9 +86,9 @@ class Encoder(nn.Cell):
 class Policy(nn.Cell):
     """Actor-critic graph: preprocessing, networks, distribution, action in environment units.
 
-    construct(*observations [B, ...], noise [B, noise_size]) returns, in the order of `output_names`:
-    action (environment units), log_prob [B], value [B], raw_action, and the distribution's
-    parameters. Zero noise gives the deterministic policy.
+    construct(*observations [B, ...], noise [B, noise_size]) returns, in the order of
+    `output_names`: action (environment units), log_prob [B], value [B], raw_action, and the
+    distribution's parameters. Zero noise gives the deterministic policy.
 
     Args:
         spec: the environment's tensors.

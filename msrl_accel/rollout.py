@@ -99,7 +99,7 @@ class Collector:
     def _bootstrap(
         self, batch: Trajectories, final: list[tuple[int, np.ndarray, Observations]]
     ) -> None:
-        """Fill `next_values`: of the next step, or of the final observation where one was cut off."""
+        """Fill `next_values`: of the next step, or of the final observation where one was cut."""
         batch.next_values[:-1] = batch.values[1:]
         batch.next_values[-1] = self.values(self.observations)
         if not final:

@@ -1,4 +1,4 @@
-"""Gymnasium spaces described for a policy graph: names, order, shapes, dtypes and bounds of its tensors.
+"""Gymnasium spaces described for a policy graph: names, order, shapes, dtypes and bounds.
 
 Nothing here needs MindSpore: a deployed policy reads the same description from its manifest.
 """
@@ -122,7 +122,7 @@ class PolicySpec:
         return cls(_observation_specs(observation_space), _action_spec(action_space), is_dict)
 
     def as_tuple(self, observation: Any) -> Observations:
-        """Observation as the environment gives it (array or dict of arrays) -> tuple in graph order.
+        """Observation as the environment gives it (array, dict of arrays) -> tuple in graph order.
 
         Raises:
             PolicyError: an entry is missing or unknown.

@@ -1,4 +1,4 @@
-"""Training: `python -m msrl_accel.train --algo ppo --env CartPole-v1`, or `train(...)` from Python."""
+"""Training: `python -m msrl_accel.train --algo ppo --env CartPole-v1`, or `train(...)` here."""
 
 from __future__ import annotations
 

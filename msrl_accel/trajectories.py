@@ -11,7 +11,7 @@ from msrl_accel.spaces import Observations
 
 @dataclass
 class Trajectories:
-    """T steps of N environments. Arrays are [T, N, ...]; values of step t are of its observation."""
+    """T steps of N environments. Arrays are [T, N, ...]; values[t] is of observations[t]."""
 
     observations: Observations
     raw_actions: np.ndarray
