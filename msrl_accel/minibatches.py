@@ -56,7 +56,8 @@ def standardize(advantages: np.ndarray, batches: Minibatches) -> np.ndarray:
     values = advantages[batches.rows].astype(np.float64)
     real = batches.weights > 0
     n = real.sum(axis=1, keepdims=True)
-    mean = (values * batches.weights).sum(axis=1, keepdims=True)
+    # Not by the float32 weights: their rounding times a large mean would be of the spread's order.
+    mean = np.where(real, values, 0.0).sum(axis=1, keepdims=True) / np.maximum(n, 1)
     centred = np.where(real, values - mean, 0.0)
     variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(n - 1, 1)
     scaled = centred / (np.sqrt(variance) + 1e-8)
