@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from msrl_accel import envs
 from msrl_accel.acting import ActingPolicy
+from msrl_accel.config import TrainConfig
 from msrl_accel.envs.base import VectorEnv
 from msrl_accel.runtime.base import PolicyRuntime, pad_rows
 
@@ -88,3 +90,34 @@ def evaluate_policy(
             returns[i], lengths[i] = 0.0, 0
     result = np.array(finished)
     return Evaluation(result[:, 0], result[:, 1].astype(np.int64), deterministic)
+
+
+def evaluate_run_policy(
+    runtime: PolicyRuntime,
+    config: TrainConfig,
+    episodes: int,
+    *,
+    deterministic: bool = True,
+    seed: int | None = None,
+) -> Evaluation:
+    """Episodes in new environments of a run's kind, as many at once as the run trains on.
+
+    `seed` is by default one that training does not use, and always the same for a run.
+    """
+    num_envs = min(episodes, config.n_envs)
+    with envs.make_vector(
+        config.env, num_envs, kwargs=config.env_kwargs, backend=config.vectorization
+    ) as env:
+        return evaluate_policy(
+            runtime,
+            env,
+            episodes,
+            deterministic=deterministic,
+            seed=evaluation_seed(config) if seed is None else seed,
+            batch_size=config.n_envs,
+        )
+
+
+def evaluation_seed(config: TrainConfig) -> int:
+    """Seed of evaluation, apart from the one that training resets its environments with."""
+    return config.seed + 1_000_003

@@ -16,7 +16,7 @@ from msrl_accel.config import TrainConfig
 from msrl_accel.device import set_up
 from msrl_accel.envs.base import VectorEnv
 from msrl_accel.errors import CheckpointError, ConfigError
-from msrl_accel.evaluation import Evaluation, evaluate_policy
+from msrl_accel.evaluation import Evaluation, evaluate_run_policy
 from msrl_accel.metrics import MetricsLogger
 from msrl_accel.normalize import RewardNormalizer
 from msrl_accel.observation_statistics import ObservationStatistics
@@ -145,16 +145,12 @@ class SyncTrainer:
 
     def evaluate(self, deterministic: bool) -> Evaluation:
         """Separate episodes, in environments of their own."""
-        episodes = self.config.evaluation.episodes
-        with self._make_env(min(episodes, self.config.n_envs)) as env:
-            return evaluate_policy(
-                self.runtime,
-                env,
-                episodes,
-                deterministic=deterministic,
-                seed=self.config.seed + 1_000_003,
-                batch_size=self.config.n_envs,
-            )
+        return evaluate_run_policy(
+            self.runtime,
+            self.config,
+            self.config.evaluation.episodes,
+            deterministic=deterministic,
+        )
 
     def save(self) -> None:
         """Write a checkpoint of everything the run needs to continue."""
