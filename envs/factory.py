@@ -101,8 +101,10 @@ class EnvFactory:
     def __call__(self) -> gymnasium.Env[Any, Any]:
         if multiprocessing.parent_process() is None:
             return NamedEnv(make_env(self.spec, self.kwargs), self.label)
-        # Ctrl-C reaches the whole process group; the parent decides when the workers end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C, and a scheduler's SIGTERM, reach the whole process group; the parent finishes its
+        # iteration with the workers and then ends them.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         try:
             return NamedEnv(make_env(self.spec, self.kwargs), self.label)
         except Exception as error:

@@ -60,18 +60,17 @@ class WorkerVectorEnv(gymnasium.vector.AsyncVectorEnv):  # type: ignore[type-arg
             return self.step_wait()
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """End every worker: ask, then terminate, then kill. Never hangs, leaves no process."""
+        """End every worker: ask, then kill. Never hangs, leaves no process."""
         pipes = [pipe for pipe in self.parent_pipes if pipe is not None and not pipe.closed]
         if not terminate:
             for pipe in pipes:
                 with contextlib.suppress(OSError):
                     pipe.send(("close", None))
             _join(self.processes, _CLOSE_SECONDS if timeout is None else timeout)
-        for end in (multiprocessing.Process.terminate, multiprocessing.Process.kill):
-            running = [process for process in self.processes if process.is_alive()]
-            for process in running:
-                end(process)
-            _join(running, _CLOSE_SECONDS)
+        running = [process for process in self.processes if process.is_alive()]
+        for process in running:
+            process.kill()  # workers ignore SIGTERM
+        _join(running, _CLOSE_SECONDS)
         for pipe in pipes:
             pipe.close()
         self.error_queue.close()
