@@ -15,7 +15,7 @@
     run = load_run(run.path)                       # the same, in another session
 
 Any key of the configuration is an argument: ``train(algo="ppo", env="Pendulum-v1", seed=1,
-total_steps=300_000, ppo={"learning_rate": 1e-3})``. Importing this module does not import MindSpore.
+total_steps=300_000, ppo={"learning_rate": 1e-3})``. MindSpore is imported when first needed.
 """
 
 from __future__ import annotations

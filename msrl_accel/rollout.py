@@ -143,7 +143,8 @@ class Collector:
         self.episodes.restore(state["episodes"])
         if self.reward_normalizer is not None and state["reward_normalizer"] is not None:
             self.reward_normalizer.restore(state["reward_normalizer"])
-        if state["env"] is None:
+        # Either side may be unable to: the run may continue with another kind of vectorisation.
+        if state["env"] is None or self.env.state() is None:
             self.reset(reset_seed)
             self.episodes.abandon_running()
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from functools import cached_property
@@ -78,6 +79,19 @@ class Run:
             ) from error
         return cls(path)
 
+    def discard(self) -> None:
+        """Remove what `create` made, for a run that could not start."""
+        (self.path / CONFIG_FILE).unlink()
+        with contextlib.suppress(OSError):  # somebody else's files are in it
+            self.path.rmdir()
+
+    def continue_as(self, config: TrainConfig) -> None:
+        """Take over the config of a resumed run, so that a further resume goes on to its end."""
+        if config != self.config:
+            config.save(self.path / CONFIG_FILE)
+        self.config = config
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+
     @property
     def metrics(self) -> dict[str, np.ndarray]:
         """Every logged metric by name, equal lengths, NaN where one was not logged."""
@@ -150,12 +164,18 @@ def check_resumable(run: Run, config: TrainConfig) -> None:
     """Refuse to continue a run as something else.
 
     Raises:
-        CheckpointError: algorithm, environment, seed or number of environments differ.
+        CheckpointError: algorithm, environment, seed, number of environments or policy differ.
     """
-    for key in ("algo", "env", "seed", "n_envs"):
-        ours, theirs = getattr(config, key), getattr(run.config, key)
-        if ours != theirs:
+    theirs = _identity(run.config)
+    for key, value in _identity(config).items():
+        if value != theirs[key]:
             raise CheckpointError(
-                f"{key} = {ours!r}: the run in {run.path} has {theirs!r}; "
+                f"{key} = {value!r}: the run in {run.path} has {theirs[key]!r}; "
                 "leave it out to resume, or start a new run"
             )
+
+
+def _identity(config: TrainConfig) -> dict[str, Any]:
+    """The values, by key, that no resumed run may change."""
+    values = {key: getattr(config, key) for key in ("algo", "env", "env_kwargs", "seed", "n_envs")}
+    return {**values, **{f"policy.{key}": value for key, value in vars(config.policy).items()}}

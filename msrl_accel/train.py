@@ -6,12 +6,15 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msrl_accel.config import TrainConfig, build_parser, config_from_args, resolve_config
-from msrl_accel.errors import MsrlError
+from msrl_accel.errors import ConfigError, MsrlError
 from msrl_accel.progress import format_duration, format_summary
 from msrl_accel.run import CONFIG_FILE, PLOT_FILE, Run, check_resumable, default_run_dir
+
+if TYPE_CHECKING:
+    from msrl_accel.pipeline.sync import SyncTrainer
 
 PROG = "python -m msrl_accel.train"
 
@@ -37,58 +40,80 @@ def train(
         ConfigError, SpaceError, EnvError, CheckpointError: see `msrl_accel.errors`.
     """
     if config is None:
-        config_file = None if resume is None else Path(resume) / CONFIG_FILE
-        if config_file is not None:
-            run_file = Run(resume).path / CONFIG_FILE  # type: ignore[arg-type]
-            config = resolve_config(
-                config_file=run_file, tuned=False, overrides=overrides, **values
-            )
-        else:
-            config = resolve_config(overrides=overrides, **values)
+        config_file = None if resume is None else Run(resume).path / CONFIG_FILE
+        config = resolve_config(
+            config_file=config_file, tuned=resume is None, overrides=overrides, **values
+        )
+    elif overrides or values:
+        given = ", ".join([*values, *(overrides or {})])
+        raise ConfigError(
+            f"{given}: given besides a whole config; give only one of them, "
+            "or the result of config.replace"
+        )
     return _train(config, resume)
 
 
 def _train(config: TrainConfig, resume: str | Path | None) -> Run:
+    trainer = _make_trainer(config, resume)
+    run = trainer.run
+    try:
+        if resume is not None:
+            trainer.restore()
+            if trainer.step >= config.total_steps and run.summary:
+                print(
+                    _already_complete(run, trainer.step, config)
+                )  # even when quiet: nothing was done
+                return run
+            run.continue_as(config)
+        stopped_by = trainer.train()
+        run.save_plot()
+        if stopped_by is not None:
+            _say(config, _stopped(run, trainer.step, config, stopped_by))
+            return run
+        _evaluate(trainer)
+        return run
+    except KeyboardInterrupt:
+        _say(config, _interrupted(run, trainer.saved_step, config))
+        raise
+    finally:
+        trainer.close()
+
+
+def _make_trainer(config: TrainConfig, resume: str | Path | None) -> SyncTrainer:
     # Imports MindSpore, which config errors need not wait for.
     from msrl_accel.pipeline.sync import SyncTrainer
 
     if resume is not None:
         run = Run(resume)
         check_resumable(run, config)
-        trainer = SyncTrainer(config, run)
-    else:
-        config = config.replace(run_dir=config.run_dir or default_run_dir(config))
-        run = Run.create(config)
-        trainer = SyncTrainer(config, run)
+        return SyncTrainer(config, run)
+    config = config.replace(run_dir=config.run_dir or default_run_dir(config))
+    run = Run.create(config)
     try:
-        if resume is not None:
-            trainer.restore()
-            if trainer.step >= config.total_steps:
-                _say(config, _already_complete(run, trainer.step, config))
-                return run
-        stopped_by = trainer.train()
-        run.save_plot()
-        if stopped_by is not None:
-            _say(config, _stopped(run, trainer.step, config, stopped_by))
-            return run
-        results = {
-            kind: trainer.evaluate(deterministic=kind == "deterministic")
-            for kind in ("deterministic", "sampled")
-        }
-        summary = {
-            "algo": config.algo,
-            "env": config.env,
-            "seed": config.seed,
-            "steps": trainer.step,
-            "seconds": round(trainer.seconds, 3),
-            **{kind: result.to_dict() for kind, result in results.items()},
-        }
-        run.write_summary(summary)
-        rows = {kind: str(result) for kind, result in results.items()}
-        _say(config, _complete(run, trainer.step, trainer.seconds, rows))
-        return run
-    finally:
-        trainer.close()
+        return SyncTrainer(config, run)
+    except BaseException:
+        run.discard()
+        raise
+
+
+def _evaluate(trainer: SyncTrainer) -> None:
+    """The closing evaluation, into the run's summary."""
+    run, config = trainer.run, trainer.config
+    results = {
+        kind: trainer.evaluate(deterministic=kind == "deterministic")
+        for kind in ("deterministic", "sampled")
+    }
+    summary = {
+        "algo": config.algo,
+        "env": config.env,
+        "seed": config.seed,
+        "steps": trainer.step,
+        "seconds": round(trainer.seconds, 3),
+        **{kind: result.to_dict() for kind, result in results.items()},
+    }
+    run.write_summary(summary)
+    rows = {kind: str(result) for kind, result in results.items()}
+    _say(config, _complete(run, trainer.step, trainer.seconds, rows))
 
 
 def _say(config: TrainConfig, text: str) -> None:
@@ -118,6 +143,14 @@ def _stopped(run: Run, step: int, config: TrainConfig, signal: str) -> str:
     return format_summary(f"Stopped by {signal}, checkpoint written", rows)
 
 
+def _interrupted(run: Run, saved_step: int, config: TrainConfig) -> str:
+    rows = {
+        "last checkpoint": f"step {saved_step:,} of {config.total_steps:,}",
+        "continue": f"{PROG} --resume {run.path}",
+    }
+    return format_summary("Interrupted, not waiting for the iteration to end", rows)
+
+
 def _already_complete(run: Run, step: int, config: TrainConfig) -> str:
     rows = {
         "steps": f"{step:,} of {config.total_steps:,}",
@@ -138,6 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MsrlError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

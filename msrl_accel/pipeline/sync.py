@@ -14,8 +14,7 @@ from msrl_accel.algorithms import algorithm_class
 from msrl_accel.checkpoint import flatten_state, unflatten_state
 from msrl_accel.config import TrainConfig
 from msrl_accel.device import set_up
-from msrl_accel.envs.base import VectorEnv
-from msrl_accel.errors import CheckpointError, ConfigError
+from msrl_accel.errors import ConfigError
 from msrl_accel.evaluation import Evaluation, evaluate_run_policy
 from msrl_accel.metrics import MetricsLogger
 from msrl_accel.normalize import RewardNormalizer
@@ -42,7 +41,26 @@ class SyncTrainer:
         set_up(config.runtime)
         self.config = config
         self.run = run
-        self.env = self._make_env(config.n_envs)
+        self.step = 0
+        self.saved_step = 0
+        self.iteration = 0
+        self.seconds = 0.0
+        self.next_evaluation = config.evaluation.interval_steps
+        self.resumed = False
+        self.env = envs.make_vector(
+            config.env,
+            config.n_envs,
+            kwargs=config.env_kwargs,
+            backend=config.vectorization,
+        )
+        try:
+            self._build()
+        except BaseException:
+            self.env.close()
+            raise
+
+    def _build(self) -> None:
+        config = self.config
         self.spec = PolicySpec.from_spaces(self.env.observation_space, self.env.action_space)
         self.algorithm = algorithm_class(config.algo)(config, self.spec)
         self.runtime = GraphRuntime(self.algorithm.policy)
@@ -64,10 +82,6 @@ class SyncTrainer:
             if config.policy.normalize_observations
             else None
         )
-        self.step = 0
-        self.iteration = 0
-        self.seconds = 0.0
-        self.next_evaluation = config.evaluation.interval_steps
         batch = self.algorithm.n_steps * config.n_envs
         if config.total_steps < batch:
             raise ConfigError(
@@ -75,10 +89,6 @@ class SyncTrainer:
                 f"{config.algo}.n_steps = {batch}; raise total_steps, or lower "
                 f"{config.algo}.n_steps or n_envs"
             )
-
-    def _make_env(self, num_envs: int) -> VectorEnv:
-        c = self.config
-        return envs.make_vector(c.env, num_envs, kwargs=c.env_kwargs, backend=c.vectorization)
 
     def train(self) -> str | None:
         """Run to the end; returns the name of the signal that stopped it early, or None."""
@@ -91,7 +101,7 @@ class SyncTrainer:
                 MetricsLogger(
                     self.run.path,
                     tensorboard=c.logging.tensorboard,
-                    resume_step=self.step or None,
+                    resume_step=self.step if self.resumed else None,
                 )
             )
             progress = stack.enter_context(
@@ -105,10 +115,11 @@ class SyncTrainer:
                 if complete or self.iteration % c.logging.interval_iterations == 0:
                     log.log(self.step, metrics)
                 progress.update(self.step, metrics.get("episode/return", np.nan))
-                since = time.monotonic() - last_checkpoint
-                if complete or stop.requested or since >= c.checkpoint.interval_seconds:
+                if time.monotonic() - last_checkpoint >= c.checkpoint.interval_seconds:
                     self.save()
                     last_checkpoint = time.monotonic()
+            if self.step != self.saved_step:
+                self.save()
             return stop.requested
 
     def iterate(self) -> dict[str, float]:
@@ -174,21 +185,28 @@ class SyncTrainer:
         }
         score = self.collector.episodes.return_mean
         self.run.checkpoints.save(self.step, arrays, meta, score=score)
+        self.saved_step = self.step
 
     def restore(self) -> None:
-        """Continue from the newest intact checkpoint.
+        """Continue from the newest intact checkpoint, or from the start where none was written.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there are checkpoints, and all are damaged.
         """
+        self.resumed = True
         checkpoint = self.run.checkpoints.latest()
         if checkpoint is None:
-            raise CheckpointError(f"{self.run.path} holds no checkpoint: start a new run instead")
+            logger.warning(
+                "%s was stopped before its first checkpoint: starting it anew", self.run.path
+            )
+            return
+        # Left in place, a damaged one would count among the newest that are kept.
+        self.run.checkpoints.discard_after(checkpoint.step)
         self.algorithm.policy.load_arrays(policy_arrays(checkpoint))
         state: dict[str, Any] = unflatten_state(checkpoint.arrays, checkpoint.meta["state"])[
             "trainer"
         ]
-        self.step = checkpoint.step
+        self.step = self.saved_step = checkpoint.step
         self.iteration = int(state["iteration"])
         self.seconds = float(state["seconds"])
         self.next_evaluation = int(state["next_evaluation"])
