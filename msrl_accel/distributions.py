@@ -17,6 +17,8 @@ from msrl_accel.networks import Weights, WeightSpec
 from msrl_accel.spaces import ActionSpec
 
 LOG_TWO_PI = math.log(2.0 * math.pi)
+LARGEST = float(np.finfo(np.float32).max)
+"""A bound this far off, or further, is an open one."""
 
 
 class Distribution(nn.Cell):
@@ -166,9 +168,8 @@ class Gaussian(Distribution):
         self.log_std_init = log_std_init
         scale, offset = action_scale(spec)
         self.scale, self.offset = Tensor(scale), Tensor(offset)
-        limit = np.finfo(np.float32).max
-        self.low = Tensor(np.clip(spec.low, -limit, limit).astype(np.float32))
-        self.high = Tensor(np.clip(spec.high, -limit, limit).astype(np.float32))
+        self.low = Tensor(np.clip(spec.low, -LARGEST, LARGEST).astype(np.float32))
+        self.high = Tensor(np.clip(spec.high, -LARGEST, LARGEST).astype(np.float32))
         self.sum = ops.ReduceSum()
 
     def weight_specs(self) -> list[WeightSpec]:
@@ -198,7 +199,7 @@ class Gaussian(Distribution):
 def action_scale(spec: ActionSpec) -> tuple[np.ndarray, np.ndarray]:
     """Scale and offset [D] float32 that map [-1, 1] to the bounds; 1 and 0 where one is open."""
     low, high = np.array(spec.low, np.float64), np.array(spec.high, np.float64)
-    bounded = np.isfinite(low) & np.isfinite(high)
+    bounded = (np.abs(low) < LARGEST) & (np.abs(high) < LARGEST)
     low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
     return ((high - low) / 2).astype(np.float32), ((high + low) / 2).astype(np.float32)
 
