@@ -97,7 +97,8 @@ class Policy(nn.Cell):
     """
 
     def __init__(self, spec: PolicySpec, options: PolicyOptions, seed: int) -> None:
-        super().__init__()
+        # With a prefix the encoder's Parameters would be called encoder.normalizer.*.
+        super().__init__(auto_prefix=False)
         self.spec = spec
         self.encoder = Encoder(spec, options.normalize_observations, options.observation_clip)
         has_image = any(o.is_image for o in spec.observations)
@@ -178,9 +179,9 @@ class Policy(nn.Cell):
 
     def set_normalizer(self, name: str, mean: np.ndarray, variance: np.ndarray) -> None:
         """Put the running statistics of one observation (any shape of its size) into the graph."""
-        for p in self.get_parameters():
-            if p.name == f"normalizer.{name}.mean":
-                p.set_data(Tensor(mean.reshape(-1).astype(np.float32)))
-            elif p.name == f"normalizer.{name}.inverse_std":
-                inverse_std = 1.0 / np.sqrt(variance.reshape(-1) + 1e-8)
-                p.set_data(Tensor(inverse_std.astype(np.float32)))
+        parameters = {p.name: p for p in self.get_parameters()}
+        inverse_std = 1.0 / np.sqrt(variance.reshape(-1) + 1e-8)
+        parameters[f"normalizer.{name}.mean"].set_data(Tensor(mean.reshape(-1).astype(np.float32)))
+        parameters[f"normalizer.{name}.inverse_std"].set_data(
+            Tensor(inverse_std.astype(np.float32))
+        )
