@@ -160,6 +160,12 @@ def load_run(path: str | Path) -> Run:
     return Run(path)
 
 
+def check_algorithm(run: Run, algo: str) -> None:
+    """Raise CheckpointError where a run is to be continued with another algorithm."""
+    if algo != run.config.algo:
+        raise _different(run, "algo", algo, run.config.algo)
+
+
 def check_resumable(run: Run, config: TrainConfig) -> None:
     """Refuse to continue a run as something else.
 
@@ -169,13 +175,17 @@ def check_resumable(run: Run, config: TrainConfig) -> None:
     theirs = _identity(run.config)
     for key, value in _identity(config).items():
         if value != theirs[key]:
-            raise CheckpointError(
-                f"{key} = {value!r}: the run in {run.path} has {theirs[key]!r}; "
-                "leave it out to resume, or start a new run"
-            )
+            raise _different(run, key, value, theirs[key])
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
     """The values, by key, that no resumed run may change."""
     values = {key: getattr(config, key) for key in ("algo", "env", "env_kwargs", "seed", "n_envs")}
     return {**values, **{f"policy.{key}": value for key, value in vars(config.policy).items()}}
+
+
+def _different(run: Run, key: str, ours: Any, theirs: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{key} = {ours!r}: the run in {run.path} has {theirs!r}; "
+        "leave it out to resume, or start a new run"
+    )

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from msrl_accel.config import TrainConfig, build_parser, config_from_args, resolve_config
 from msrl_accel.errors import ConfigError, MsrlError
 from msrl_accel.progress import format_duration, format_summary
-from msrl_accel.run import CONFIG_FILE, PLOT_FILE, Run, check_resumable, default_run_dir
+from msrl_accel.run import (
+    CONFIG_FILE,
+    PLOT_FILE,
+    Run,
+    check_algorithm,
+    check_resumable,
+    default_run_dir,
+)
 
 if TYPE_CHECKING:
     from msrl_accel.pipeline.sync import SyncTrainer
@@ -40,7 +47,7 @@ def train(
         ConfigError, SpaceError, EnvError, CheckpointError: see `msrl_accel.errors`.
     """
     if config is None:
-        config_file = None if resume is None else Run(resume).path / CONFIG_FILE
+        config_file = _saved_config(resume, values.get("algo"))
         config = resolve_config(
             config_file=config_file, tuned=resume is None, overrides=overrides, **values
         )
@@ -51,6 +58,16 @@ def train(
             "or the result of config.replace"
         )
     return _train(config, resume)
+
+
+def _saved_config(resume: str | Path | None, algo: str | None) -> Path | None:
+    """The config file of the run to resume; None for a new run."""
+    if resume is None:
+        return None
+    run = Run(resume)
+    # Before values are laid over the file: its sections mean nothing to another algorithm.
+    check_algorithm(run, algo or run.config.algo)
+    return run.path / CONFIG_FILE
 
 
 def _train(config: TrainConfig, resume: str | Path | None) -> Run:
@@ -164,9 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         args = build_parser(PROG).parse_args(argv)
-        config_file = None
-        if args.resume is not None:
-            config_file = Run(args.resume).path / CONFIG_FILE
+        config_file = _saved_config(args.resume, args.algo)
         _train(config_from_args(args, config_file=config_file), args.resume)
     except MsrlError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
