@@ -63,8 +63,32 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="confine every contestant to one CPU, on top of its own one-thread setting",
     )
+    parser.add_argument(
+        "--ours-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override of msrl_accel's configuration, such as runtime.threads=2; repeatable",
+    )
     parser.add_argument("--contestant", help=argparse.SUPPRESS)  # set in child processes only
     return parser
+
+
+def ours_set_options(args: argparse.Namespace, option: str = "--ours-set") -> list[str]:
+    """The overrides as options for a child process."""
+    return [word for assignment in args.ours_set for word in (option, assignment)]
+
+
+def untuned_config(env: str, n_envs: int, args: argparse.Namespace, **ppo: int) -> Any:
+    """msrl_accel's PPO configuration: defaults, the given `ppo` fields, then `--ours-set`."""
+    from msrl_accel.config import build_parser, config_from_args
+
+    words = ["--algo", "ppo", "--env", env, "--no-tuned", "--n-envs", str(n_envs)]
+    words += ["--total-steps", str(10**9)]
+    for field, value in ppo.items():
+        words += ["--set", f"ppo.{field}={value}"]
+    words += ours_set_options(args, "--set")
+    return config_from_args(build_parser().parse_args(words))
 
 
 def positive_int(text: str) -> int:
@@ -111,6 +135,7 @@ def begin(args: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "load_before": os.getloadavg()[0],
+        "ours_set": args.ours_set,
         "versions": {
             **installed_versions(args.peer_python, packages),
             **_without_none(installed_versions(sys.executable, ["msrl_accel", "mindspore"])),
@@ -119,6 +144,8 @@ def begin(args: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:
     versions = ", ".join(f"{name} {v or 'none'}" for name, v in facts["versions"].items())
     print(f"{facts['cpu']}, {facts['cores_used']} of {facts['cores']} cores, {facts['system']}")
     print(f"Python {facts['python']}, {versions}")
+    if args.ours_set:
+        print(f"msrl_accel with {', '.join(args.ours_set)}")
     if facts["load_before"] > QUIET_LOAD:
         print(f"Load average {facts['load_before']:.2f}: other work on this machine distorts times")
     print(flush=True)

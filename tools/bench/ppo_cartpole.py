@@ -30,6 +30,7 @@ from _report import (
     finish,
     last_lines,
     make_parser,
+    ours_set_options,
     present,
     table,
 )
@@ -64,13 +65,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threshold", type=float, default=475.0, help="mean return that counts")
     p.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     p.add_argument("--ours-n-envs", type=int, metavar="N", help="instead of the tuned number")
-    p.add_argument(
-        "--ours-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override of msrl_accel's configuration, such as ppo.n_steps=64; repeatable",
-    )
     p.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # child processes only
     return p
 
@@ -83,8 +77,7 @@ def command(name: str, seed: int, args: argparse.Namespace, folder: Path) -> tup
         words += ["--seed", str(seed), "--run-dir", str(run)]
         if args.ours_n_envs is not None:
             words += ["--n-envs", str(args.ours_n_envs)]
-        for assignment in args.ours_set:
-            words += ["--set", assignment]
+        words += ours_set_options(args, "--set")
         return words, run / "metrics.jsonl"
     rows = folder / "rows.jsonl"
     words = [args.peer_python, __file__, "--contestant", name, "--seeds", str(seed)]
@@ -225,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nTime to a mean return of {args.threshold:g} on {ENV}, from process start\n")
     print(report(outcomes))
     results = {name: [asdict(run) for run in runs] for name, runs in outcomes.items()}
-    finish(args, {**facts, "ours_set": args.ours_set, "ours_n_envs": args.ours_n_envs}, results)
+    finish(args, {**facts, "ours_n_envs": args.ours_n_envs}, results)
 
 
 if __name__ == "__main__":

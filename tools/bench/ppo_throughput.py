@@ -25,10 +25,12 @@ from _report import (
     finish,
     make_parser,
     median_and_range,
+    ours_set_options,
     positive_int,
     present,
     run_child,
     table,
+    untuned_config,
 )
 
 CONTESTANTS = {
@@ -59,24 +61,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure_ours(args: argparse.Namespace) -> dict[str, float]:
-    from msrl_accel.config import resolve_config
     from msrl_accel.pipeline.sync import SyncTrainer
     from msrl_accel.run import Run
 
     with tempfile.TemporaryDirectory() as folder:
-        config = resolve_config(
-            "ppo",
+        config = untuned_config(
             args.env,
-            tuned=False,
-            n_envs=args.n_envs,
-            total_steps=10**9,
-            run_dir=folder,
-            overrides={
-                "ppo.n_steps": N_STEPS,
-                "ppo.n_epochs": N_EPOCHS,
-                "ppo.batch_size": N_STEPS * args.n_envs // N_MINIBATCHES,
-            },
-        )
+            args.n_envs,
+            args,
+            n_steps=N_STEPS,
+            n_epochs=N_EPOCHS,
+            batch_size=N_STEPS * args.n_envs // N_MINIBATCHES,
+        ).replace(run_dir=folder)
         start = time.perf_counter()
         trainer = SyncTrainer(config, Run.create(config))
         for _ in range(args.warmup):
@@ -183,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             python = args.peer_python if CONTESTANTS[name].peer else sys.executable
             options = ["--contestant", name, "--env", env, "--n-envs", n]
             options += ["--seconds", str(args.seconds), "--warmup", str(args.warmup)]
+            options += ours_set_options(args)
             measured = run_child(python, __file__, options)
             for key, value in measured.items():
                 result[key].append(value)

@@ -32,10 +32,12 @@ from _report import (
     finish,
     make_parser,
     median_and_range,
+    ours_set_options,
     positive_int,
     present,
     run_child,
     table,
+    untuned_config,
 )
 
 CONTESTANTS = {
@@ -83,18 +85,13 @@ def measure_ours(args: argparse.Namespace) -> dict[str, float]:
     import gymnasium as gym
 
     from msrl_accel.algorithms.ppo import PPO
-    from msrl_accel.config import resolve_config
     from msrl_accel.device import set_up
     from msrl_accel.spaces import PolicySpec
     from msrl_accel.trajectories import Trajectories
 
     env = gym.make("CartPole-v1")
-    config = resolve_config(
-        "ppo",
-        "CartPole-v1",
-        tuned=False,
-        n_envs=N_ENVS,
-        overrides={"ppo.n_steps": N_STEPS, "ppo.batch_size": BATCH, "ppo.n_epochs": args.epochs},
+    config = untuned_config(
+        "CartPole-v1", N_ENVS, args, n_steps=N_STEPS, n_epochs=args.epochs, batch_size=BATCH
     )
     set_up(config.runtime)
     ppo: Any = PPO(config, PolicySpec.from_spaces(env.observation_space, env.action_space))
@@ -216,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, contestant in chosen.items():
             python = args.peer_python if contestant.peer else sys.executable
             options = ["--contestant", name, "--blocks", str(args.blocks)]
-            measured = run_child(python, __file__, [*options, "--epochs", str(args.epochs)])
+            options += ["--epochs", str(args.epochs), *ours_set_options(args)]
+            measured = run_child(python, __file__, options)
             for key, value in measured.items():
                 results.setdefault(key, []).append(value)
                 print(f"round {round_ + 1}: {LABELS[key]}: {value:,.0f} us", flush=True)
