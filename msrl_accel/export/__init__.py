@@ -1,0 +1,1 @@
+"""Exported forms of a policy."""
