@@ -175,13 +175,17 @@ class Policy(nn.Cell):
                     f"this policy needs {tuple(p.shape)}"
                 )
         for p in self.get_parameters():
-            p.set_data(Tensor(np.ascontiguousarray(arrays[p.name], np.float32)))
+            _assign(p, arrays[p.name])
 
     def set_normalizer(self, name: str, mean: np.ndarray, variance: np.ndarray) -> None:
         """Put the running statistics of one observation (any shape of its size) into the graph."""
         parameters = {p.name: p for p in self.get_parameters()}
         inverse_std = 1.0 / np.sqrt(variance.reshape(-1) + 1e-8)
-        parameters[f"normalizer.{name}.mean"].set_data(Tensor(mean.reshape(-1).astype(np.float32)))
-        parameters[f"normalizer.{name}.inverse_std"].set_data(
-            Tensor(inverse_std.astype(np.float32))
-        )
+        _assign(parameters[f"normalizer.{name}.mean"], mean.reshape(-1))
+        _assign(parameters[f"normalizer.{name}.inverse_std"], inverse_std)
+
+
+def _assign(parameter: Parameter, value: np.ndarray) -> None:
+    # Not set_data: of several compiled graphs that share a Parameter, only the one that runs next
+    # would see the new value.
+    ops.assign(parameter, Tensor(np.array(value, np.float32)))
