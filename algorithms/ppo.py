@@ -12,6 +12,7 @@ from msrl_accel.algorithms.base import Algorithm
 from msrl_accel.config import Field, Section, TrainConfig
 from msrl_accel.learner import FlatAdam, GradientWatch, adam_step_sizes, schedule
 from msrl_accel.minibatches import Minibatches, make_minibatches, n_minibatches, standardize
+from msrl_accel.networks import set_parameter
 from msrl_accel.policy import Policy
 from msrl_accel.spaces import PolicySpec
 from msrl_accel.trajectories import Trajectories, gae
@@ -285,8 +286,8 @@ class PPO(Algorithm):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.graph.optimizer.moment1.set_data(Tensor(state["moment1"]))
-        self.graph.optimizer.moment2.set_data(Tensor(state["moment2"]))
+        set_parameter(self.graph.optimizer.moment1, state["moment1"])
+        set_parameter(self.graph.optimizer.moment2, state["moment2"])
         self.adam_steps = int(state["adam_steps"])
         self.watch.restore(state["watch"])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from msrl_accel.errors import ConfigError
@@ -30,6 +30,14 @@ class WeightSpec:
 
     def initial(self, rng: np.random.Generator) -> np.ndarray:
         return np.ascontiguousarray(self.init(rng), np.float32).reshape(self.shape)
+
+
+def set_parameter(parameter: Parameter, array: np.ndarray) -> None:
+    """Copy an array into a Parameter.
+
+    In place: compiled graphs that share it, or use it in a loop, miss what `set_data` puts there.
+    """
+    ops.assign(parameter, Tensor(np.array(array, np.float32).reshape(parameter.shape)))
 
 
 def orthogonal(rows: int, columns: int, gain: float, members: int = 1) -> Callable[..., np.ndarray]:

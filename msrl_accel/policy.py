@@ -11,7 +11,15 @@ from mindspore import dtype as mstype
 
 from msrl_accel.distributions import Distribution, make_distribution
 from msrl_accel.errors import PolicyError
-from msrl_accel.networks import CNN, MLP, Dense, Weights, WeightSpec, dense_specs
+from msrl_accel.networks import (
+    CNN,
+    MLP,
+    Dense,
+    Weights,
+    WeightSpec,
+    dense_specs,
+    set_parameter,
+)
 from msrl_accel.spaces import PolicySpec
 
 
@@ -175,17 +183,11 @@ class Policy(nn.Cell):
                     f"this policy needs {tuple(p.shape)}"
                 )
         for p in self.get_parameters():
-            _assign(p, arrays[p.name])
+            set_parameter(p, arrays[p.name])
 
     def set_normalizer(self, name: str, mean: np.ndarray, variance: np.ndarray) -> None:
         """Put the running statistics of one observation (any shape of its size) into the graph."""
         parameters = {p.name: p for p in self.get_parameters()}
-        inverse_std = 1.0 / np.sqrt(variance.reshape(-1) + 1e-8)
-        _assign(parameters[f"normalizer.{name}.mean"], mean.reshape(-1))
-        _assign(parameters[f"normalizer.{name}.inverse_std"], inverse_std)
-
-
-def _assign(parameter: Parameter, value: np.ndarray) -> None:
-    # Not set_data: of several compiled graphs that share a Parameter, only the one that runs next
-    # would see the new value.
-    ops.assign(parameter, Tensor(np.array(value, np.float32)))
+        inverse_std = 1.0 / np.sqrt(variance + 1e-8)
+        set_parameter(parameters[f"normalizer.{name}.mean"], mean)
+        set_parameter(parameters[f"normalizer.{name}.inverse_std"], inverse_std)
