@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 from gymnasium import spaces
 
@@ -50,3 +52,50 @@ def numerical_gradient(function, x, step=1e-5):
 def log_softmax(x):
     shifted = x - x.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def gae_by_definition(rewards, values, next_values, terminated, truncated, gamma, lam):
+    """Sum over l of (gamma lambda)^l delta_{t+l}, up to the end of the episode or of the batch."""
+    steps, envs = rewards.shape
+    advantages = np.zeros((steps, envs))
+    for n in range(envs):
+        for t in range(steps):
+            for k in range(t, steps):
+                bootstrap = 0.0 if terminated[k, n] else gamma * float(next_values[k, n])
+                delta = float(rewards[k, n]) + bootstrap - float(values[k, n])
+                advantages[t, n] += (gamma * lam) ** (k - t) * delta
+                if terminated[k, n] or truncated[k, n]:
+                    break
+    return advantages
+
+
+class CompilationCount:
+    def __init__(self):
+        self.count = 0
+
+
+@contextmanager
+def count_compilations():
+    """Counts what MindSpore's graph compiler is asked to compile meanwhile."""
+    from mindspore.graph import api
+
+    executor = api._cell_graph_executor
+    backend = executor._graph_executor
+    counter = CompilationCount()
+
+    class Counting:
+        def compile(self, *args, **kwargs):
+            counter.count += 1
+            return backend.compile(*args, **kwargs)
+
+        def __call__(self, *args, **kwargs):
+            return backend(*args, **kwargs)
+
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+    executor._graph_executor = Counting()
+    try:
+        yield counter
+    finally:
+        executor._graph_executor = backend

@@ -138,7 +138,7 @@ def test_fake_transitions_are_marked_and_not_counted():
     assert returns["returns"][0] == pytest.approx(0.7)
 
 
-def test_fake_transitions_of_gymnasiums_next_step_reset_are_marked():
+def test_episodes_of_a_gymnasium_environment_keep_their_length():
     env = make_vector("msrl_accel.envs.toy:IdentityDiscrete-v0", 2, backend="sync")
     spec = PolicySpec.from_spaces(env.observation_space, env.action_space)
 

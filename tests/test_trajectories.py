@@ -4,26 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from policy_helpers import gae_by_definition
 
 from msrl_accel.trajectories import Trajectories, gae
 
 FINITE = st.floats(-10, 10, width=32)
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
-
-
-def gae_by_definition(rewards, values, next_values, terminated, truncated, gamma, lam):
-    """Sum over l of (gamma lambda)^l delta_{t+l}, up to the end of the episode or of the batch."""
-    steps, envs = rewards.shape
-    advantages = np.zeros((steps, envs))
-    for n in range(envs):
-        for t in range(steps):
-            for k in range(t, steps):
-                bootstrap = 0.0 if terminated[k, n] else gamma * float(next_values[k, n])
-                delta = float(rewards[k, n]) + bootstrap - float(values[k, n])
-                advantages[t, n] += (gamma * lam) ** (k - t) * delta
-                if terminated[k, n] or truncated[k, n]:
-                    break
-    return advantages
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,473 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from mindspore import Tensor, nn, ops
+from policy_helpers import (
+    VECTOR,
+    count_compilations,
+    gae_by_definition,
+    log_softmax,
+    numerical_gradient,
+    spec_of,
+)
+
+from msrl_accel.algorithms.ppo import (
+    PPO,
+    LossInputs,
+    PPOConfig,
+    PPOLoss,
+    explained_variance,
+    ppo_loss,
+)
+from msrl_accel.config import resolve_config
+from msrl_accel.envs import make_vector
+from msrl_accel.rollout import Collector
+from msrl_accel.runtime.graph import GraphRuntime
+from msrl_accel.spaces import PolicySpec
+from msrl_accel.trajectories import Trajectories
+
+pytestmark = pytest.mark.usefixtures("graph_mode")
+
+BRANCHES = [
+    {"value_clip_range": None, "ent_coef": 0.0},
+    {"value_clip_range": 0.3, "ent_coef": 0.0},
+    {"value_clip_range": None, "ent_coef": 0.1},
+    {"value_clip_range": 0.3, "ent_coef": 0.1},
+]
+CLIP = 0.2
+
+
+def numpy_loss(log_prob, entropy, value, inputs, clip, value_clip, ent_coef, vf_coef):
+    """Eq. 7 and 9 of the paper, one row at a time."""
+    total = 0.0
+    for b in range(len(log_prob)):
+        ratio = np.exp(log_prob[b] - inputs.old_log_prob[b])
+        advantage, target = inputs.advantage[b], inputs.value_target[b]
+        clipped = min(max(ratio, 1 - clip), 1 + clip)
+        objective = min(ratio * advantage, clipped * advantage)
+        squared_error = (value[b] - target) ** 2
+        if value_clip is not None:
+            old = inputs.old_value[b]
+            near = old + min(max(value[b] - old, -value_clip), value_clip)
+            squared_error = max(squared_error, (near - target) ** 2)
+        row = -objective + vf_coef * squared_error - ent_coef * entropy[b]
+        total += inputs.weight[b] * row
+    return total
+
+
+class LossGraph(nn.Cell):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def construct(self, log_prob, entropy, value, clip_range, *inputs):
+        return self.loss(log_prob, entropy, value, inputs, clip_range)
+
+
+class PlainLoss(nn.Cell):
+    """`ppo_loss` differentiated by MindSpore."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.value_clip = config.value_clip_range
+        self.ent_coef, self.vf_coef = config.ent_coef, config.vf_coef
+
+    def construct(self, log_prob, entropy, value, inputs, clip_range):
+        return ppo_loss(
+            log_prob,
+            entropy,
+            value,
+            inputs,
+            clip_range,
+            self.value_clip,
+            self.ent_coef,
+            self.vf_coef,
+        )
+
+
+def loss_case():
+    """Rows on every side of the clips, with padding that holds rubbish."""
+    rng = np.random.default_rng(0)
+    log_ratio = np.array([0.0, 0.1, -0.1, 0.5, 0.5, -0.5, -0.5, 0.3, 0.05, 2.0])
+    advantage = np.array([1.0, -1.0, 0.7, 1.0, -1.0, 1.0, -1.0, 0.0, 2.0, 50.0])
+    old_log_prob, entropy = rng.normal(-1, 0.3, 10), rng.uniform(0.1, 1, 10)
+    old_value = rng.normal(size=10)
+    value = old_value + np.array([0.0, 0.1, -0.1, 0.8, 0.8, -0.8, -0.8, 0.2, -0.2, 30.0])
+    target = old_value + np.array([1.0, -1.0, 0.05, 1.5, -1.5, 1.5, -1.5, 0.1, 0.5, -40.0])
+    weight = np.array([1 / 9] * 9 + [0.0])
+    inputs = LossInputs(old_log_prob, old_value, advantage, target, weight)
+    return old_log_prob + log_ratio, entropy, value, inputs
+
+
+def tensors(*arrays):
+    return [Tensor(np.asarray(a, np.float32)) for a in arrays]
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_the_loss_and_both_its_gradients_equal_the_definition(branch):
+    config = PPOConfig(vf_coef=0.5, **branch)
+    log_prob, entropy, value, inputs = loss_case()
+    terms = [log_prob, entropy, value]
+
+    def loss(*changed):
+        return numpy_loss(
+            *changed, inputs, CLIP, config.value_clip_range, config.ent_coef, config.vf_coef
+        )
+
+    arguments = tensors(*terms, CLIP, *inputs)
+    expected = []
+    for i in range(3):
+
+        def of_one_term(x, i=i):
+            return loss(*(x if i == j else term for j, term in enumerate(terms)))
+
+        expected.append(numerical_gradient(of_one_term, terms[i]))
+    for cell in (PPOLoss(config), PlainLoss(config)):
+        result, gradients = ops.value_and_grad(LossGraph(cell), (0, 1, 2))(*arguments)
+        assert float(result.asnumpy()) == pytest.approx(loss(*terms), rel=1e-5)
+        for gradient, reference in zip(gradients, expected):
+            np.testing.assert_allclose(gradient.asnumpy(), reference, rtol=1e-4, atol=1e-6)
+            assert gradient.asnumpy()[-1] == 0.0  # padding
+
+
+# A whole update against PPO written in NumPy.
+
+T, N = 7, 3
+
+
+def make_ppo(action_space, observation_space=VECTOR, n_steps=T, n_envs=N, **values):
+    config = resolve_config(
+        "ppo",
+        "Test-v0",
+        tuned=False,
+        n_envs=n_envs,
+        seed=4,
+        **{
+            "policy.hidden_sizes": (5,),
+            "ppo.n_steps": n_steps,
+            "ppo.batch_size": 8,
+            "ppo.n_epochs": 2,
+            "ppo.learning_rate": 0.01,
+            **values,
+        },
+    )
+    return PPO(config, spec_of(action_space, observation_space))
+
+
+class NumpyPPO:
+    """PPO of a policy with two torsos of one tanh layer, gradients by finite differences."""
+
+    def __init__(self, ppo):
+        self.c = ppo.config
+        self.kind = ppo.policy.spec.action.kind
+        self.names = [s.name for s in ppo.policy.weight_specs]
+        arrays = ppo.policy.arrays()
+        self.shapes = [arrays[name].shape for name in self.names]
+        self.flat = np.concatenate([arrays[n].astype(np.float64).ravel() for n in self.names])
+        self.m, self.v, self.t = np.zeros_like(self.flat), np.zeros_like(self.flat), 0
+
+    def arrays(self, flat):
+        ends = np.cumsum([int(np.prod(s)) for s in self.shapes])[:-1]
+        return {
+            n: part.reshape(s) for n, part, s in zip(self.names, np.split(flat, ends), self.shapes)
+        }
+
+    def evaluate(self, flat, x, raw):
+        w = self.arrays(flat)
+        actor, critic = (
+            np.tanh(x @ w["torso.0.weight"][k].T + w["torso.0.bias"][k]) for k in range(2)
+        )
+        head = actor @ w["actor.weight"].T + w["actor.bias"]
+        value = (critic @ w["critic.weight"].T + w["critic.bias"])[:, 0]
+        if self.kind == "continuous":
+            z = (raw - head) / np.exp(w["log_std"])
+            log_prob = (-0.5 * z**2 - w["log_std"] - 0.5 * np.log(2 * np.pi)).sum(axis=1)
+            entropy = np.full(len(x), (w["log_std"] + 0.5 * np.log(2 * np.pi * np.e)).sum())
+        else:
+            log_p = log_softmax(head)
+            log_prob = log_p[np.arange(len(x)), raw]
+            entropy = -(np.exp(log_p) * log_p).sum(axis=1)
+        return log_prob, entropy, value
+
+    def update(self, t, clip, learning_rate, rng):
+        c = self.c
+        advantages = gae_by_definition(
+            t.rewards, t.values, t.next_values, t.terminated, t.truncated, c.gamma, c.gae_lambda
+        ).ravel()
+        x = t.observations[0].reshape(-1, 3).astype(np.float64)
+        raw = t.raw_actions.reshape(len(x), *t.raw_actions.shape[2:])
+        old_log_prob, old_value = (a.astype(np.float64).ravel() for a in (t.log_probs, t.values))
+        seen = []
+        for _ in range(c.n_epochs):
+            order = rng.permutation(np.flatnonzero(t.valid).astype(np.int32))
+            for start in range(0, len(order), c.batch_size):
+                rows = order[start : start + c.batch_size]
+                a = advantages[rows]
+                if len(rows) > 1:
+                    a = (a - a.mean()) / (a.std(ddof=1) + 1e-8)
+                inputs = LossInputs(
+                    old_log_prob[rows],
+                    old_value[rows],
+                    a,
+                    advantages[rows] + old_value[rows],
+                    np.full(len(rows), 1 / len(rows)),
+                )
+                seen.append(self.minibatch(x[rows], raw[rows], inputs, clip, learning_rate))
+                if c.target_kl is not None and seen[-1]["approx_kl"] > 1.5 * c.target_kl:
+                    return seen
+        return seen
+
+    def minibatch(self, x, raw, inputs, clip, learning_rate):
+        c = self.c
+
+        def loss(flat):
+            terms = self.evaluate(flat, x, raw)
+            return numpy_loss(*terms, inputs, clip, c.value_clip_range, c.ent_coef, c.vf_coef)
+
+        log_prob, entropy, value = self.evaluate(self.flat, x, raw)
+        ratio = np.exp(log_prob - inputs.old_log_prob)
+        gradient = numerical_gradient(loss, self.flat)
+        norm = np.linalg.norm(gradient)
+        gradient *= min(1.0, c.max_grad_norm / (norm + 1e-6))
+        self.t += 1
+        self.m = 0.9 * self.m + 0.1 * gradient
+        self.v = 0.999 * self.v + 0.001 * gradient**2
+        m_hat, v_hat = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
+        self.flat = self.flat - learning_rate * m_hat / (np.sqrt(v_hat) + c.adam_epsilon)
+        objective = np.minimum(
+            ratio * inputs.advantage, np.clip(ratio, 1 - clip, 1 + clip) * inputs.advantage
+        )
+        return {
+            "policy_loss": -objective.mean(),
+            "value_loss": ((value - inputs.value_target) ** 2).mean(),
+            "entropy": entropy.mean(),
+            "approx_kl": (ratio - 1 - np.log(ratio)).mean(),
+            "clip_fraction": (np.abs(ratio - 1) > clip).mean(),
+            "ratio_error": np.abs(ratio - 1).max(),
+            "grad_norm": norm,
+        }
+
+
+def random_trajectories(ppo, seed, invalid=0):
+    """Like those of a policy a few updates ago, so that the clips take part."""
+    rng = np.random.default_rng(seed)
+    spec = ppo.policy.spec
+    x = rng.normal(size=(T, N, 3)).astype(np.float32)
+    if spec.action.kind == "continuous":
+        raw = rng.normal(size=(T, N, 2)).astype(np.float32)
+    else:
+        raw = rng.integers(0, 3, (T, N)).astype(np.int32)
+    reference = NumpyPPO(ppo)
+    log_prob, _, value = reference.evaluate(
+        reference.flat, x.reshape(-1, 3), raw.reshape(T * N, *raw.shape[2:])
+    )
+    valid = np.ones(T * N, bool)
+    valid[rng.permutation(T * N)[:invalid]] = False
+    return Trajectories(
+        observations=(x,),
+        raw_actions=raw,
+        log_probs=(log_prob + rng.normal(0, 0.2, T * N)).reshape(T, N).astype(np.float32),
+        values=(value + rng.normal(0, 0.3, T * N)).reshape(T, N).astype(np.float32),
+        rewards=rng.normal(size=(T, N)),
+        next_values=rng.normal(size=(T, N)).astype(np.float32),
+        terminated=rng.random((T, N)) < 0.15,
+        truncated=rng.random((T, N)) < 0.15,
+        valid=valid.reshape(T, N),
+    )
+
+
+DISCRETE = spaces.Discrete(3)
+BOX = spaces.Box(-1, 1, (2,), np.float32)
+
+
+@pytest.fixture(scope="module")
+def algorithms():
+    """Compiled updates by what they are for, each with its initial state."""
+    made = {
+        "discrete": make_ppo(DISCRETE, **{"ppo.ent_coef": 0.05, "ppo.value_clip_range": 0.2}),
+        "box": make_ppo(BOX, **{"ppo.ent_coef": 0.01}),
+        "kl": make_ppo(DISCRETE, **{"ppo.target_kl": 0.05, "ppo.learning_rate": 0.1}),
+    }
+    initial = {name: (ppo.policy.arrays(), ppo.state()) for name, ppo in made.items()}
+
+    def fresh(name):
+        arrays, state = initial[name]
+        made[name].policy.load_arrays(arrays)
+        made[name].restore(state)
+        return made[name]
+
+    return fresh
+
+
+def check_against_numpy(ppo, invalid, iterations=1):
+    reference = NumpyPPO(ppo)
+    for k in range(iterations):
+        t = random_trajectories(ppo, 10 + k, invalid)
+        metrics = ppo.update(t, 0.0, np.random.default_rng(k))
+        seen = reference.update(t, CLIP, ppo.config.learning_rate, np.random.default_rng(k))
+        for name, value in reference.arrays(reference.flat).items():
+            np.testing.assert_allclose(ppo.policy.arrays()[name], value, atol=1e-4, err_msg=name)
+        for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"):
+            expected = np.mean([s[name] for s in seen])
+            assert metrics[name] == pytest.approx(expected, rel=1e-3, abs=1e-4), name
+        assert metrics["ratio_error"] == pytest.approx(seen[0]["ratio_error"], rel=1e-4)
+        norms = [s["grad_norm"] for s in seen]
+        assert metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-3)
+        assert metrics["grad_norm_max"] == pytest.approx(np.max(norms), rel=1e-3)
+        assert ppo.adam_steps == metrics["updates"] == reference.t
+    return metrics, seen
+
+
+# 21 rows in minibatches of 8: the last of each epoch has 5, 3, 1 or 8 rows.
+@pytest.mark.parametrize(
+    ("name", "invalid"), [("discrete", 0), ("discrete", 2), ("discrete", 4), ("box", 0), ("box", 5)]
+)
+def test_an_update_equals_ppo_in_numpy(algorithms, name, invalid):
+    metrics, seen = check_against_numpy(algorithms(name), invalid)
+    assert len(seen) == 2 * -(-(T * N - invalid) // 8)
+    assert metrics["early_stop"] == 0
+
+
+def test_a_second_update_continues_the_optimiser(algorithms):
+    check_against_numpy(algorithms("discrete"), invalid=1, iterations=2)
+
+
+def test_too_large_a_kl_stops_the_update(algorithms):
+    ppo = algorithms("kl")
+    metrics, seen = check_against_numpy(ppo, invalid=0)
+    assert metrics["early_stop"] == 1
+    assert len(seen) == metrics["updates"] == 3
+    assert [s["approx_kl"] > 0.075 for s in seen] == [False, False, True]
+
+
+def test_padding_takes_no_part_and_nothing_is_compiled_anew(algorithms):
+    ppo = algorithms("discrete")
+    ppo.update(random_trajectories(ppo, 0), 0.0, np.random.default_rng(0))
+    with count_compilations() as compiled:
+        for invalid in range(20):
+            ppo = algorithms("discrete")
+            t = random_trajectories(ppo, 1, invalid)
+            # What the unusable rows hold must not matter.
+            t.observations[0][~t.valid] = 1e6
+            t.log_probs[~t.valid] = -50.0
+            metrics = ppo.update(t, invalid / 20, np.random.default_rng(0))
+            assert metrics["grad_non_finite"] == 0
+            assert all(np.isfinite(w).all() for w in ppo.policy.arrays().values())
+    assert compiled.count == 0
+
+
+def test_unusable_rows_have_no_effect(algorithms):
+    results = []
+    for rubbish in (0.0, 1e3):
+        ppo = algorithms("box")
+        t = random_trajectories(ppo, 3, invalid=4)
+        for array in (t.observations[0], t.raw_actions, t.log_probs):
+            array[~t.valid] = rubbish
+        ppo.update(t, 0.0, np.random.default_rng(0))
+        results.append(ppo.policy.arrays())
+    for name, value in results[0].items():
+        np.testing.assert_array_equal(results[1][name], value)
+
+
+def test_the_compilation_counter_notices_a_new_shape_and_a_tuple_argument():
+    class Double(nn.Cell):
+        def construct(self, x):
+            return x[0] * 2
+
+    cell = Double()
+    with count_compilations() as compiled:
+        cell(Tensor(np.zeros(3, np.float32)))
+        cell(Tensor(np.ones(3, np.float32)))
+        assert compiled.count == 1
+        cell(Tensor(np.zeros(4, np.float32)))
+        assert compiled.count == 2
+        for _ in range(3):
+            cell((Tensor(np.zeros(3, np.float32)),))
+        assert compiled.count == 5
+
+
+def test_collecting_and_updating_compile_once_each_and_agree():
+    env = make_vector("CartPole-v1", 4, backend="batched")
+    ppo = make_ppo(
+        env.action_space,
+        env.observation_space,
+        n_steps=16,
+        n_envs=4,
+        **{
+            "ppo.learning_rate_schedule": "linear",
+            "ppo.clip_range_schedule": "linear",
+            "ppo.batch_size": 24,
+        },
+    )
+    spec = PolicySpec.from_spaces(env.observation_space, env.action_space)
+    collector = Collector(env, GraphRuntime(ppo.policy), 16, np.random.default_rng(0))
+    collector.reset(0)
+    rng = np.random.default_rng(1)
+    with count_compilations() as compiled:
+        for i in range(8):
+            metrics = ppo.update(collector.collect(), i / 8, rng)
+            assert metrics["ratio_error"] < 1e-5
+            assert metrics["approx_kl"] >= 0
+            assert 0 <= metrics["clip_fraction"] <= 1
+            assert 0 <= metrics["entropy"] <= np.log(2) + 1e-6
+            assert metrics["learning_rate"] == pytest.approx(0.01 * (1 - i / 8))
+            assert metrics["clip_range"] == pytest.approx(0.2 * (1 - i / 8))
+        assert compiled.count == 2  # acting and updating
+        for _ in range(3):  # one more for each new batch size
+            collector.runtime.act((np.zeros((9, 4)),), spec.zero_noise((9,)))
+        assert compiled.count == 3
+    assert metrics["updates"] == 8 * 2 * 3
+
+
+def test_rewards_that_are_not_finite_never_reach_the_weights(algorithms, caplog):
+    ppo = algorithms("box")
+    before = ppo.policy.arrays()
+    t = random_trajectories(ppo, 0)
+    t.rewards[:] = np.nan
+    metrics = ppo.update(t, 0.0, np.random.default_rng(0))
+    assert metrics["grad_non_finite"] == 6
+    assert "not finite" in caplog.text
+    for name, value in ppo.policy.arrays().items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_a_restored_algorithm_continues_bit_for_bit(algorithms):
+    def run(restart):
+        ppo = algorithms("discrete")
+        ppo.update(random_trajectories(ppo, 5), 0.0, np.random.default_rng(0))
+        if restart:
+            arrays, state = ppo.policy.arrays(), ppo.state()
+            t = random_trajectories(ppo, 9)
+            ppo.update(t, 0.0, np.random.default_rng(7))  # spoil the memory
+            ppo.policy.load_arrays(arrays)
+            ppo.restore(state)
+        ppo.update(random_trajectories(ppo, 6), 0.0, np.random.default_rng(1))
+        return ppo
+
+    whole = run(restart=False)
+    arrays, state = whole.policy.arrays(), whole.state()
+    again = run(restart=True)
+    assert again.adam_steps == state["adam_steps"] == 12
+    for name, value in arrays.items():
+        np.testing.assert_array_equal(again.policy.arrays()[name], value)
+    for name in ("moment1", "moment2"):
+        np.testing.assert_array_equal(again.state()[name], state[name])
+
+
+def test_a_batch_smaller_than_a_minibatch_works():
+    ppo = make_ppo(DISCRETE, n_steps=T, n_envs=N, **{"ppo.batch_size": 4096})
+    assert ppo.config.batch_size == T * N
+
+
+@pytest.mark.parametrize("invalid", [0, 6])
+def test_explained_variance_is_of_the_valid_rows(algorithms, invalid):
+    t = random_trajectories(algorithms("discrete"), 2, invalid)
+    targets = t.values + np.random.default_rng(0).normal(size=(T, N)).astype(np.float32)
+    kept_targets, kept_values = targets[t.valid], t.values[t.valid]
+    expected = 1 - np.var(kept_targets - kept_values) / np.var(kept_targets)
+    assert explained_variance(t, (targets - t.values).ravel()) == pytest.approx(expected, rel=1e-4)
+    assert explained_variance(t, np.zeros(T * N)) == pytest.approx(1.0)
+    t.values[:] = 2.0
+    assert np.isnan(explained_variance(t, np.zeros(T * N)))
