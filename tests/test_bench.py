@@ -147,12 +147,12 @@ def test_overrides_reach_the_training_command() -> None:
 
 def test_cartpole_ratios_are_of_means() -> None:
     runs = {
-        "ours": [ppo_cartpole.Outcome(s, x, 100, True) for s, x in enumerate((2.0, 4.0))],
-        "sb3": [ppo_cartpole.Outcome(s, x, 100, True) for s, x in enumerate((10.0, 30.0))],
+        "ours": [ppo_cartpole.Outcome(s, x, 100, True, 1.5) for s, x in enumerate((2.0, 4.0))],
+        "sb3": [ppo_cartpole.Outcome(s, x, 100, True, 1.5) for s, x in enumerate((10.0, 30.0))],
     }
     ours, sb3 = ppo_cartpole.report(runs).splitlines()[2:]
-    assert ours.split() == ["msrl_accel", "2.00", "4.00", "3.00", "0.15", "100"]
-    assert sb3.split() == ["stable-baselines3", "10.00", "30.00", "20.00", "1.00", "100"]
+    assert ours.split() == ["msrl_accel", "2.00", "4.00", "3.00", "0.15", "1.50", "100"]
+    assert sb3.split() == ["stable-baselines3", "10.00", "30.00", "20.00", "1.00", "1.50", "100"]
 
 
 def test_throughput_ratios_are_to_the_peer_in_the_same_environment() -> None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,10 @@ class Outcome:
     """To the threshold, or to the last rollout where it was not reached."""
     steps: int
     solved: bool
+    startup: float
+    """Seconds to the first line: imports, compilation and one iteration."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Resolved configuration, of msrl_accel only."""
 
     def __str__(self) -> str:
         return f"{'' if self.solved else '>'}{self.seconds:.2f}"
@@ -107,6 +111,17 @@ def is_solved(row: dict[str, Any], threshold: float) -> bool:
     return full and row["episode/return"] >= threshold
 
 
+def read_settings(rows: Path) -> dict[str, Any]:
+    """What msrl_accel saved beside its metrics; empty for the peers."""
+    file = rows.parent / "config.yaml"
+    if not file.exists():
+        return {}
+    import yaml  # here, because the peers' environment may lack it
+
+    settings: dict[str, Any] = yaml.safe_load(file.read_text())
+    return settings
+
+
 def time_to_solve(name: str, seed: int, args: argparse.Namespace) -> Outcome:
     """Run one contestant until it has solved the task or ended.
 
@@ -117,7 +132,7 @@ def time_to_solve(name: str, seed: int, args: argparse.Namespace) -> Outcome:
         folder = Path(name_of_folder)
         words, rows = command(name, seed, args, folder)
         reader, log = RowReader(rows), folder / "log"
-        seconds, steps = 0.0, 0
+        seconds, steps, startup = 0.0, 0, 0.0
         with log.open("w") as output:
             start = time.perf_counter()
             process = subprocess.Popen(words, stdout=output, stderr=output, cwd=folder)
@@ -127,15 +142,16 @@ def time_to_solve(name: str, seed: int, args: argparse.Namespace) -> Outcome:
                     running = process.poll() is None  # before reading: the last rows count
                     for row in reader():
                         seconds, steps = time.perf_counter() - start, int(row["step"])
+                        startup = startup or seconds
                         if is_solved(row, args.threshold):
-                            return Outcome(seed, seconds, steps, True)
+                            return Outcome(seed, seconds, steps, True, startup, read_settings(rows))
                     time.sleep(POLL_SECONDS)
             finally:
                 process.kill()
                 process.wait()
         if process.returncode or not steps:
             raise BenchmarkError(f"{name}, seed {seed}, failed:\n{last_lines(log.read_text())}")
-        return Outcome(seed, seconds, steps, False)
+        return Outcome(seed, seconds, steps, False, startup, read_settings(rows))
 
 
 def train_peer(name: str, seed: int, rows: Path) -> None:
@@ -184,7 +200,7 @@ def train_peer(name: str, seed: int, rows: Path) -> None:
 
 
 def report(outcomes: dict[str, list[Outcome]], reference: str = "sb3") -> str:
-    """Table of seconds a seed, their mean, the steps, and the ratio of means to `reference`."""
+    """Table of seconds a seed, their mean and its ratio to `reference`, start-up and steps."""
     base = outcomes.get(reference)
     rows = []
     for name, runs in outcomes.items():
@@ -193,9 +209,12 @@ def report(outcomes: dict[str, list[Outcome]], reference: str = "sb3") -> str:
         if base is not None:
             ratio = f"{mean / statistics.mean(run.seconds for run in base):.2f}"
         steps = f"{statistics.mean(run.steps for run in runs):,.0f}"
-        rows.append([CONTESTANTS[name].label, *map(str, runs), f"{mean:.2f}", ratio, steps])
+        startup = f"{statistics.mean(run.startup for run in runs):.2f}"
+        label = CONTESTANTS[name].label
+        rows.append([label, *map(str, runs), f"{mean:.2f}", ratio, startup, steps])
     seeds = [f"seed {run.seed}, s" for run in next(iter(outcomes.values()))]
-    text = table(["", *seeds, "mean, s", f"ratio to {reference}", "mean steps"], rows)
+    header = ["", *seeds, "mean, s", f"ratio to {reference}", "first rollout, s", "mean steps"]
+    text = table(header, rows)
     if not all(run.solved for runs in outcomes.values() for run in runs):
         text += "\n> not reached by the end of the run: means and ratios with it are bounds"
     return text
@@ -217,8 +236,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.stdout.flush()
     print(f"\nTime to a mean return of {args.threshold:g} on {ENV}, from process start\n")
     print(report(outcomes))
+    if "ours" in outcomes:
+        settings = outcomes["ours"][0].settings
+        pairs = ", ".join(f"{key} {value}" for key, value in settings["ppo"].items())
+        print(f"\nmsrl_accel: n_envs {settings['n_envs']}, {pairs}")
     results = {name: [asdict(run) for run in runs] for name, runs in outcomes.items()}
-    finish(args, {**facts, "ours_n_envs": args.ours_n_envs}, results)
+    finish(args, facts, results)
 
 
 if __name__ == "__main__":
