@@ -85,7 +85,7 @@ def _train(config: TrainConfig, resume: str | Path | None) -> Run:
         stopped_by = trainer.train()
         run.save_plot()
         if stopped_by is not None:
-            _say(config, _stopped(run, trainer.step, config, stopped_by))
+            _say(config, _stopped(run, trainer.step, config))
             return run
         _evaluate(trainer)
         return run
@@ -151,13 +151,14 @@ def _complete(run: Run, step: int, seconds: float, results: Mapping[str, str]) -
     return format_summary(f"Trained {run.config.algo} on {run.config.env}", rows)
 
 
-def _stopped(run: Run, step: int, config: TrainConfig, signal: str) -> str:
+def _stopped(run: Run, step: int, config: TrainConfig) -> str:
     rows = {
         "steps": f"{step:,} of {config.total_steps:,}",
         "run directory": str(run.path),
         "continue": f"{PROG} --resume {run.path}",
     }
-    return format_summary(f"Stopped by {signal}, checkpoint written", rows)
+    # Not by which signal: within a graph, MindSpore turns Ctrl-C's SIGINT into SIGTERM.
+    return format_summary("Stopped as asked, checkpoint written", rows)
 
 
 def _interrupted(run: Run, saved_step: int, config: TrainConfig) -> str:
