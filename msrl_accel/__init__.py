@@ -5,6 +5,11 @@ Importing this package does not import MindSpore; the parts that need it import 
 
 from __future__ import annotations
 
+import os
+
 from msrl_accel._version import __version__
+
+# MindSpore logs harmless warnings at every compilation; errors still show. Set GLOG_v to change it.
+os.environ.setdefault("GLOG_v", "3")
 
 __all__ = ["__version__"]
