@@ -74,7 +74,7 @@ def state(run_dir, which="last"):
     }
     meta = json.loads(json.dumps(checkpoint.meta))
     del meta["state"]["trainer"]["seconds"]
-    return checkpoint.step, arrays, meta, checkpoint.score
+    return checkpoint.step, arrays, meta, repr(checkpoint.score)
 
 
 def assert_same_runs(one, other):
