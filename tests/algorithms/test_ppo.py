@@ -23,6 +23,7 @@ from msrl_accel.algorithms.ppo import (
 )
 from msrl_accel.config import resolve_config
 from msrl_accel.envs import make_vector
+from msrl_accel.observation_statistics import ObservationStatistics
 from msrl_accel.rollout import Collector
 from msrl_accel.runtime.graph import GraphRuntime
 from msrl_accel.spaces import PolicySpec
@@ -399,15 +400,20 @@ def test_collecting_and_updating_compile_once_each_and_agree():
             "ppo.learning_rate_schedule": "linear",
             "ppo.clip_range_schedule": "linear",
             "ppo.batch_size": 24,
+            "policy.normalize_observations": True,
         },
     )
+    statistics = ObservationStatistics(ppo.policy)
     spec = PolicySpec.from_spaces(env.observation_space, env.action_space)
     collector = Collector(env, GraphRuntime(ppo.policy), 16, np.random.default_rng(0))
     collector.reset(0)
     rng = np.random.default_rng(1)
     with count_compilations() as compiled:
         for i in range(8):
-            metrics = ppo.update(collector.collect(), i / 8, rng)
+            trajectories = collector.collect()
+            metrics = ppo.update(trajectories, i / 8, rng)
+            # New constants in both graphs, which must go on to agree.
+            statistics.update(trajectories)
             assert metrics["ratio_error"] < 1e-5
             assert metrics["approx_kl"] >= 0
             assert 0 <= metrics["clip_fraction"] <= 1
@@ -419,6 +425,13 @@ def test_collecting_and_updating_compile_once_each_and_agree():
             collector.runtime.act((np.zeros((9, 4)),), spec.zero_noise((9,)))
         assert compiled.count == 3
     assert metrics["updates"] == 8 * 2 * 3
+    seen = statistics.statistics["observation"]
+    assert seen.count == 8 * 64
+    np.testing.assert_allclose(
+        ppo.policy.arrays()["normalizer.observation.inverse_std"],
+        1 / np.sqrt(seen.var + 1e-8),
+        rtol=1e-6,
+    )
 
 
 def test_rewards_that_are_not_finite_never_reach_the_weights(algorithms, caplog):
