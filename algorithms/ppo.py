@@ -12,7 +12,7 @@ from msrl_accel.algorithms.base import Algorithm
 from msrl_accel.config import Field, Section, TrainConfig
 from msrl_accel.learner import FlatAdam, GradientWatch, adam_step_sizes, schedule
 from msrl_accel.minibatches import Minibatches, make_minibatches, n_minibatches, standardize
-from msrl_accel.networks import set_parameter
+from msrl_accel.networks import Weights, set_parameter
 from msrl_accel.policy import Policy
 from msrl_accel.spaces import PolicySpec
 from msrl_accel.trajectories import Trajectories, gae
@@ -160,10 +160,10 @@ class PPOUpdate(nn.Cell):
 
     def minibatch(self, observations, raw_actions, rows, scalars, clip_range):  # type: ignore[no-untyped-def]
         """Gradients of one minibatch, its loss inputs and [3, B] record."""
-        inputs = ()
+        inputs: Weights = ()
         for row in self.split_scalars(scalars):
             inputs = (*inputs, row.reshape((self.batch,)))
-        picked = ()
+        picked: Weights = ()
         for observation in observations:
             picked = (*picked, self.take(observation, rows, 0))
         raw_action = self.take(raw_actions, rows, 0)

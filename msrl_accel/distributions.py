@@ -79,7 +79,10 @@ class Categorical(Distribution):
         return self.argmax(parameters[0] + noise)
 
     def log_prob_entropy(self, parameters: Weights, raw: Tensor) -> tuple[Tensor, Tensor]:
-        return self.terms(parameters[0], self.one_hot(raw, self.head_size, self.one, self.zero))
+        log_prob, entropy = self.terms(
+            parameters[0], self.one_hot(raw, self.head_size, self.one, self.zero)
+        )
+        return log_prob, entropy
 
     def action(self, raw: Tensor) -> Tensor:
         return raw + self.start if self.start else raw

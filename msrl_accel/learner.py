@@ -61,7 +61,8 @@ class FlatAdam(nn.Cell):
 
     def split(self) -> Weights:
         """The flat vector as tensors of the weights' shapes."""
-        tensors, offset = (), 0
+        tensors: Weights = ()
+        offset = 0
         for shape, size in zip(self.shapes, self.sizes):
             tensors = (*tensors, ops.slice(self.flat, (offset,), (size,)).reshape(shape))
             offset += size

@@ -60,5 +60,5 @@ def standardize(advantages: np.ndarray, batches: Minibatches) -> np.ndarray:
     mean = np.where(real, values, 0.0).sum(axis=1, keepdims=True) / np.maximum(n, 1)
     centred = np.where(real, values - mean, 0.0)
     variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(n - 1, 1)
-    scaled = centred / (np.sqrt(variance) + 1e-8)
+    scaled: np.ndarray = centred / (np.sqrt(variance) + 1e-8)
     return np.where(n > 1, scaled, values).astype(np.float32)

@@ -168,7 +168,7 @@ class MLP(nn.Cell):
         x = ops.tile(x.expand_dims(0), (self.members, 1, 1))
         for i in range(self.n_layers):
             x = self.activation(self.ensemble_dense(x, weights[2 * i], weights[2 * i + 1]))
-        outputs = ()
+        outputs: Weights = ()
         for member in self.unstack(x):
             outputs = (*outputs, member.reshape((-1, self.widths[-1])))
         return outputs
