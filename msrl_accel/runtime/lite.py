@@ -1,0 +1,155 @@
+"""MindSpore Lite as a runtime, and its set-up: `python -m msrl_accel.runtime.lite setup`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from msrl_accel.errors import MsrlError, PolicyError
+from msrl_accel.runtime.base import ActResult, check_inputs
+from msrl_accel.runtime.lite_engine import Engine, open_engine
+from msrl_accel.runtime.lite_setup import LiteError, available, installed_version, setup
+from msrl_accel.runtime.lite_worker import ChildEngine
+from msrl_accel.runtime.mindir_weights import replace_weights
+from msrl_accel.spaces import Observations, PolicySpec
+
+__all__ = ["LiteError", "LiteRuntime", "available", "mindir_level", "setup"]
+
+_FIXED_OUTPUTS = 4
+"""action, log_prob, value, raw_action; the parameters of the distribution follow."""
+
+
+def mindir_level(writer: str) -> int | None:
+    """MindIR version to write for the installed Lite: 1, or None where it reads the file as it is.
+
+    Args:
+        writer: version of the MindSpore that wrote the file. A Lite of the same release or newer
+            reads it; older ones are given version 1, which all read.
+    """
+    return None if _release(installed_version()) >= _release(writer) else 1
+
+
+class LiteRuntime:
+    """Runs a MindIR model file on MindSpore Lite, on the CPU.
+
+    The engine is in this process, or in a child process where MindSpore is loaded too: they cannot
+    share one. A batch of another size than the last costs a resize (under a millisecond).
+
+    Args:
+        model: a file that `msrl_accel.export.lite.write_lite_mindir` wrote.
+        spec: the policy's tensors.
+        version: of the weights in the file.
+        threads: of the engine; 1 is fastest for small networks.
+        isolate: True for a child process, False for this process, None to choose.
+
+    Raises:
+        LiteError: Lite is missing (the message says how to add it) or refuses the model.
+        PolicyError: the model is of another policy.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        spec: PolicySpec,
+        version: int = 0,
+        *,
+        threads: int = 1,
+        isolate: bool | None = None,
+    ) -> None:
+        installed_version()
+        self.spec = spec
+        self.version = version
+        self.threads = threads
+        self.isolated = _mindspore_is_loaded() if isolate is None else isolate
+        if not self.isolated and _mindspore_is_loaded():
+            raise LiteError("MindSpore is loaded in this process, which Lite cannot share")
+        try:
+            self._model = Path(model).read_bytes()
+        except OSError as error:
+            raise LiteError(f"cannot read the model {model}: {error.strerror}") from error
+        self._lock = threading.Lock()
+        self._engine = self._open(self._model)
+
+    def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Rebuild the engine with other weights: some 10 ms in this process.
+
+        In a child process it starts a new one, about 0.3 s. The old engine stays in use where the
+        weights do not fit.
+        """
+        model = replace_weights(self._model, arrays)
+        engine = self._open(model)
+        with self._lock:
+            old, self._engine = self._engine, engine
+        old.close()
+        self._model, self.version = model, version
+
+    def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
+        inputs = (
+            *check_inputs(self.spec, observations, noise),
+            np.ascontiguousarray(noise, np.float32),
+        )
+        if len(noise) == 0:
+            raise PolicyError("the batch is empty; give at least one observation")
+        with self._lock:
+            outputs = self._engine.run(inputs)
+        if len(outputs) <= _FIXED_OUTPUTS:
+            raise LiteError(f"the model returns {len(outputs)} tensors; it is no policy")
+        action, log_prob, value, raw, *parameters = outputs
+        return ActResult(action, log_prob, value, raw, tuple(parameters))
+
+    def close(self) -> None:
+        with self._lock:
+            self._engine.close()
+
+    def _open(self, model: bytes) -> Engine:
+        engine: Engine = (ChildEngine if self.isolated else open_engine)(model, self.threads)
+        expected = [(o.shape, np.dtype(o.dtype)) for o in self.spec.observations]
+        expected.append(((self.spec.action.noise_size,), np.dtype(np.float32)))
+        if list(engine.inputs) != expected:
+            engine.close()
+            raise PolicyError(
+                f"the model takes {list(engine.inputs)}, this policy gives {expected}; "
+                "the file is of another policy"
+            )
+        return engine
+
+
+def _mindspore_is_loaded() -> bool:
+    return sys.modules.get("mindspore") is not None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number; (2, 0) where they are unknown."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match.group(1)), int(match.group(2))) if match else (2, 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: `setup` and `status`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m msrl_accel.runtime.lite", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("status", help="say which MindSpore Lite is used")
+    setup_parser = commands.add_parser("setup", help="set up the public MindSpore Lite 2.0.0")
+    setup_parser.add_argument(
+        "--wheel", type=Path, help="a copy of the wheel, instead of a download"
+    )
+    options = parser.parse_args(arguments)
+    if options.command == "setup":
+        try:
+            setup(options.wheel)
+        except MsrlError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    found, message = available()
+    print(message)
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""MindSpore Lite itself: the vendor's Python package, or its C++ library through the shim.
+
+An engine belongs to one model, takes any batch size, and copies both what it is given and what it
+returns. Nothing here imports MindSpore, with which Lite cannot share a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from msrl_accel.runtime import lite_setup
+from msrl_accel.runtime.lite_setup import LiteError
+
+TensorType = tuple[tuple[int, ...], np.dtype[Any]]
+"""Shape without the batch dimension, and dtype."""
+
+# mindspore::DataType of the engine's C++ interface
+_DTYPES = {30: "bool", 34: "int32", 35: "int64", 37: "uint8", 43: "float32"}
+_MAX_RANK = 8
+
+
+class Engine(Protocol):
+    """A loaded model."""
+
+    inputs: Sequence[TensorType]
+
+    def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """C-contiguous inputs [B, ...] of the declared types -> outputs, which the caller owns."""
+
+    def close(self) -> None: ...
+
+
+def open_engine(model: bytes, threads: int = 1) -> Engine:
+    """Load a MindIR model with the MindSpore Lite that is there.
+
+    Raises:
+        LiteError: there is none, or it refuses the model; the message carries its own words.
+    """
+    lite_setup.installed_version()
+    if lite_setup.package_version() is not None:
+        return PackageEngine(model, threads)
+    return NativeEngine(model, lite_setup.shim_path(), threads)
+
+
+class NativeEngine:
+    """The C++ library, called through ctypes."""
+
+    def __init__(self, model: bytes, library: Path, threads: int = 1) -> None:
+        self._library = _load(library)
+        with engine_log() as log:
+            self._handle = self._library.lite_open(model, len(model), threads)
+        if not self._handle:
+            raise LiteError(f"MindSpore Lite cannot load the model: {engine_message(log)}")
+        self.inputs: Sequence[TensorType] = [
+            (s[1:], dtype) for s, dtype in self._tensors(output=False)
+        ]
+        self._staged: tuple[_Buffers, _Buffers | None] | None = None
+
+    def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        rows = len(inputs[0])
+        if self._staged is None or len(self._staged[0].arrays[0]) != rows:
+            self._resize(rows)
+        assert self._staged is not None
+        source, result = self._staged
+        for array, x in zip(source.arrays, inputs):
+            np.copyto(array, x, casting="no")
+        if self._library.lite_predict(self._handle, source.pointers, source.sizes):
+            self._fail("compute the outputs", self._library.lite_predict, *source.arguments)
+        if result is None:
+            result = _Buffers(self._tensors(output=True))
+            self._staged = (source, result)
+        if self._library.lite_read(self._handle, result.pointers, result.sizes):
+            raise LiteError("MindSpore Lite changed the size of its outputs between two calls")
+        return [array.copy() for array in result.arrays]
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.lite_close(self._handle)
+            self._handle = None
+
+    def _resize(self, rows: int) -> None:
+        self._staged = None
+        shapes = [(rows, *shape) for shape, _ in self.inputs]
+        flat = [d for shape in shapes for d in shape]
+        dims = (ctypes.c_int64 * len(flat))(*flat)
+        ranks = (ctypes.c_int * len(shapes))(*map(len, shapes))
+        if self._library.lite_resize(self._handle, dims, ranks):
+            self._fail(f"take a batch of {rows}", self._library.lite_resize, dims, ranks)
+        types = [(shape, dtype) for shape, (_, dtype) in zip(shapes, self.inputs)]
+        self._staged = (_Buffers(types), None)
+
+    def _fail(self, what: str, function: Any, *arguments: Any) -> None:
+        """Repeat a call that failed, to hear why."""
+        self._staged = None
+        with engine_log() as log:
+            status = function(self._handle, *arguments)
+        raise LiteError(f"MindSpore Lite cannot {what} ({status}): {engine_message(log)}")
+
+    def _tensors(self, output: bool) -> list[TensorType]:
+        types = []
+        for i in range(self._library.lite_count(self._handle, output)):
+            dims, rank = (ctypes.c_int64 * _MAX_RANK)(), ctypes.c_int()
+            code = self._library.lite_describe(
+                self._handle, output, i, dims, _MAX_RANK, ctypes.byref(rank)
+            )
+            if code not in _DTYPES or rank.value > _MAX_RANK:
+                raise LiteError(f"tensor {i} of the model has an unsupported type ({code})")
+            types.append((tuple(dims[: rank.value]), np.dtype(_DTYPES[code])))
+        return types
+
+
+class _Buffers:
+    """Arrays that keep their place, with their addresses and sizes for C."""
+
+    def __init__(self, types: Sequence[TensorType]) -> None:
+        self.arrays = [np.empty(shape, dtype) for shape, dtype in types]
+        n = len(types)
+        self.pointers = (ctypes.c_void_p * n)(*(a.ctypes.data for a in self.arrays))
+        self.sizes = (ctypes.c_size_t * n)(*(a.nbytes for a in self.arrays))
+        self.arguments = (self.pointers, self.sizes)
+
+
+class PackageEngine:
+    """An importable `mindspore_lite` of version 2."""
+
+    def __init__(self, model: bytes, threads: int = 1) -> None:
+        import mindspore_lite  # type: ignore[import-not-found]
+
+        context = mindspore_lite.Context()
+        context.target = ["cpu"]
+        context.cpu.thread_num = threads
+        self._model = mindspore_lite.Model()
+        with tempfile.NamedTemporaryFile(suffix=".mindir") as file, engine_log() as log:
+            file.write(model)
+            file.flush()
+            try:
+                kind = mindspore_lite.ModelType.MINDIR
+                self._model.build_from_file(file.name, kind, context)
+            except RuntimeError as error:
+                failure: RuntimeError | None = error
+            else:
+                failure = None
+        if failure is not None:
+            raise LiteError(
+                f"MindSpore Lite cannot load the model: {failure}; {engine_message(log)}"
+            )
+        self.inputs: Sequence[TensorType] = [
+            (tuple(t.shape[1:]), np.dtype(t.dtype.name.lower())) for t in self._model.get_inputs()
+        ]
+
+    def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        try:
+            tensors = self._model.get_inputs()
+            if [list(t.shape) for t in tensors] != [list(x.shape) for x in inputs]:
+                self._model.resize(tensors, [list(x.shape) for x in inputs])
+                tensors = self._model.get_inputs()
+            for tensor, x in zip(tensors, inputs):
+                tensor.set_data_from_numpy(x)
+            # The arrays are views of memory that the next call overwrites.
+            return [t.get_data_to_numpy().copy() for t in self._model.predict(tensors)]
+        except RuntimeError as error:
+            raise LiteError(f"MindSpore Lite failed: {error}") from error
+
+    def close(self) -> None:
+        self._model = None
+
+
+@contextlib.contextmanager
+def engine_log() -> Iterator[list[str]]:
+    """Collect what the engine writes to the standard error stream; complete after the block."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            lines += file.read().decode("utf-8", "replace").splitlines()
+
+
+def engine_message(log: Sequence[str]) -> str:
+    """The engine's error messages without time stamps and addresses, the first few of them."""
+    pattern = re.compile(r"^\[(?:ERROR|CRITICAL)\] .*? \[[^\]]*\] (?:\w+\] )?(.*)$")
+    matches = [match for match in (pattern.match(line) for line in log) if match]
+    messages = list(dict.fromkeys(match.group(1).strip() for match in matches))
+    return "; ".join(messages[:4]) or "it gave no reason"
+
+
+def _load(path: Path) -> Any:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LiteError(f"MindSpore Lite cannot be loaded: {error}") from error
+    handle, number = ctypes.c_void_p, ctypes.c_int
+    signatures = {
+        "lite_open": (handle, [ctypes.c_char_p, ctypes.c_size_t, number]),
+        "lite_close": (None, [handle]),
+        "lite_resize": (ctypes.c_int64, [handle, handle, handle]),
+        "lite_predict": (ctypes.c_int64, [handle, handle, handle]),
+        "lite_read": (ctypes.c_int64, [handle, handle, handle]),
+        "lite_count": (number, [handle, number]),
+        "lite_describe": (number, [handle, number, number, handle, number, handle]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

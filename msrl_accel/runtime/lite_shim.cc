@@ -1,0 +1,88 @@
+// C interface over mindspore::Model, for ctypes. MindSpore Lite 2.0 was built with the old
+// libstdc++ ABI: compile with -D_GLIBCXX_USE_CXX11_ABI=0. Status codes are returned as they are
+// (0 is success); the engine writes what went wrong to the standard error stream.
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "include/api/context.h"
+#include "include/api/model.h"
+
+namespace {
+
+constexpr int kTensorDiffers = -1;
+
+struct Engine {
+  std::shared_ptr<mindspore::Context> context = std::make_shared<mindspore::Context>();
+  mindspore::Model model;
+  std::vector<mindspore::MSTensor> inputs;
+  std::vector<mindspore::MSTensor> outputs;
+};
+
+}  // namespace
+
+extern "C" {
+
+// The engine of a MindIR model held in memory, or null.
+Engine *lite_open(const void *data, size_t size, int threads) {
+  auto engine = std::make_unique<Engine>();
+  engine->context->SetThreadNum(threads);
+  engine->context->SetThreadAffinity(0);
+  engine->context->MutableDeviceInfo().push_back(std::make_shared<mindspore::CPUDeviceInfo>());
+  auto status = engine->model.Build(data, size, mindspore::kMindIR, engine->context);
+  if (status != mindspore::kSuccess) return nullptr;
+  engine->inputs = engine->model.GetInputs();
+  return engine.release();
+}
+
+void lite_close(Engine *engine) { delete engine; }
+
+// Sets the shape of every input: `dims` holds the dimensions of all, `ranks` how many each has.
+int64_t lite_resize(Engine *engine, const int64_t *dims, const int *ranks) {
+  std::vector<std::vector<int64_t>> shapes;
+  for (size_t i = 0; i < engine->inputs.size(); i++) {
+    shapes.emplace_back(dims, dims + ranks[i]);
+    dims += ranks[i];
+  }
+  auto status = engine->model.Resize(engine->inputs, shapes);
+  engine->inputs = engine->model.GetInputs();
+  return status.StatusCode();
+}
+
+// Copies the inputs in and computes the outputs, which stay in the engine.
+int64_t lite_predict(Engine *engine, const void *const *inputs, const size_t *sizes) {
+  for (size_t i = 0; i < engine->inputs.size(); i++) {
+    auto &tensor = engine->inputs[i];
+    if (tensor.DataSize() != sizes[i]) return kTensorDiffers;
+    std::memcpy(tensor.MutableData(), inputs[i], sizes[i]);
+  }
+  engine->outputs.clear();
+  return engine->model.Predict(engine->inputs, &engine->outputs).StatusCode();
+}
+
+// Copies the outputs of the last prediction out.
+int64_t lite_read(Engine *engine, void *const *outputs, const size_t *sizes) {
+  for (size_t i = 0; i < engine->outputs.size(); i++) {
+    auto &tensor = engine->outputs[i];
+    if (tensor.DataSize() != sizes[i]) return kTensorDiffers;
+    std::memcpy(outputs[i], tensor.Data().get(), sizes[i]);
+  }
+  return 0;
+}
+
+// Number of inputs (output = 0) or of outputs of the last prediction (output = 1).
+int lite_count(Engine *engine, int output) {
+  return static_cast<int>(output ? engine->outputs.size() : engine->inputs.size());
+}
+
+// Data type of a tensor, and its rank; up to `capacity` dimensions go to `dims`.
+int lite_describe(Engine *engine, int output, int index, int64_t *dims, int capacity, int *rank) {
+  auto &tensor = output ? engine->outputs[index] : engine->inputs[index];
+  auto shape = tensor.Shape();
+  *rank = static_cast<int>(shape.size());
+  for (int i = 0; i < *rank && i < capacity; i++) dims[i] = shape[i];
+  return static_cast<int>(tensor.DataType());
+}
+
+}  // extern "C"

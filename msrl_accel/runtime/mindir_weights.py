@@ -1,0 +1,91 @@
+"""Replacing the weights inside a serialised MindIR model, without MindSpore or protobuf.
+
+A MindIR file is a protobuf message: ModelProto.graph (field 7) holds the weights
+(GraphProto.parameter, field 3), each a TensorProto with a name (field 7) and raw data (field 9).
+New weights of the same shape fit in the place of the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from msrl_accel.errors import PolicyError
+
+_GRAPH, _PARAMETER, _NAME, _RAW_DATA = 7, 3, 7, 9
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def weight_slots(model: bytes | bytearray) -> dict[str, slice]:
+    """Where the raw data of each weight is, by the weight's name.
+
+    Raises:
+        PolicyError: the model is truncated or no MindIR file.
+    """
+    slots = {}
+    for graph in _fields(model, slice(0, len(model)), _GRAPH):
+        for parameter in _fields(model, graph, _PARAMETER):
+            names = [bytes(model[f]).decode() for f in _fields(model, parameter, _NAME)]
+            data = list(_fields(model, parameter, _RAW_DATA))
+            if names and data:
+                slots[names[0].rpartition(":")[2]] = data[0]
+    if not slots:
+        raise PolicyError("the model holds no weights; it is no MindIR file of a policy")
+    return slots
+
+
+def replace_weights(model: bytes, arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The model with every weight taken from `arrays`, named as `Policy.arrays` names them.
+
+    Raises:
+        PolicyError: a weight of the model is missing in `arrays`, or has another size.
+    """
+    patched = bytearray(model)
+    for name, slot in weight_slots(model).items():
+        # Export puts the names of the enclosing Cells before a weight's own.
+        known = [n for n in arrays if name == n or name.endswith(f".{n}")]
+        if not known:
+            raise PolicyError(f"weight {name!r} is missing; the weights are of another policy")
+        data = np.ascontiguousarray(arrays[max(known, key=len)], np.float32).tobytes()
+        if len(data) != slot.stop - slot.start:
+            raise PolicyError(
+                f"weight {name!r} has {len(data) // 4} numbers, "
+                f"this policy needs {(slot.stop - slot.start) // 4}"
+            )
+        patched[slot] = data
+    return bytes(patched)
+
+
+def _fields(data: bytes | bytearray, within: slice, wanted: int) -> Iterator[slice]:
+    """Places of the length-delimited fields with number `wanted` of the message at `within`."""
+    position, end = within.start, within.stop
+    while position < end:
+        key, position = _varint(data, position)
+        number, kind = key >> 3, key & 7
+        start = position
+        if kind == _VARINT:
+            _, position = _varint(data, position)
+        elif kind == _BYTES:
+            length, start = _varint(data, position)
+            position = start + length
+        elif kind in (_FIXED64, _FIXED32):
+            position += 8 if kind == _FIXED64 else 4
+        else:
+            raise PolicyError(f"the model is damaged: unknown field type {kind}")
+        if position > end:
+            raise PolicyError("the model is damaged or truncated")
+        if number == wanted and kind == _BYTES:
+            yield slice(start, position)
+
+
+def _varint(data: bytes | bytearray, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if position >= len(data) or shift > 63:
+            raise PolicyError("the model is damaged or truncated")
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return value, position
