@@ -29,6 +29,7 @@ PROG = "python -m msrl_accel.train"
 def train(
     config: TrainConfig | None = None,
     *,
+    tuned: bool = True,
     resume: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     **values: Any,
@@ -37,6 +38,7 @@ def train(
 
     Args:
         config: a resolved configuration; or give its values: `algo=`, `env=`, `total_steps=`, ...
+        tuned: whether to start from the tuned configuration of `algo` and `env`, if there is one.
         resume: a run directory to continue; values given then override the run's own.
         overrides: values by dotted key, such as {"ppo.learning_rate": 1e-3}.
 
@@ -48,9 +50,7 @@ def train(
     """
     if config is None:
         config_file = _saved_config(resume, values.get("algo"))
-        config = resolve_config(
-            config_file=config_file, tuned=resume is None, overrides=overrides, **values
-        )
+        config = resolve_config(config_file=config_file, tuned=tuned, overrides=overrides, **values)
     elif overrides or values:
         given = ", ".join([*values, *(overrides or {})])
         raise ConfigError(
