@@ -54,7 +54,8 @@ def test_a_box_observation_is_described(space, shape, dtype, is_image, hwc):
 
 
 def test_a_dict_observation_is_ordered_by_sorted_keys():
-    space = spaces.Dict({"z": VECTOR, "Camera": spaces.Box(0, 255, (8, 8), np.uint8), "a": VECTOR})
+    camera = spaces.Box(0, 255, (8, 8), np.uint8)
+    space = spaces.Dict([("z", VECTOR), ("Camera", camera), ("a", VECTOR)])  # keeps this order
     spec = PolicySpec.from_spaces(space, DISCRETE)
     assert [o.name for o in spec.observations] == ["Camera", "a", "z"]
     sample = space.sample()
@@ -70,7 +71,7 @@ def test_the_description_does_not_depend_on_the_hash_seed():
         "from msrl_accel.spaces import PolicySpec\n"
         "box = spaces.Box(-1, 1, (2,), np.float32)\n"
         "keys = {'velocity', 'camera', 'position', 'goal', 'battery'}\n"
-        "space = spaces.Dict({k: box for k in keys})\n"
+        "space = spaces.Dict([(k, box) for k in keys])  # pairs keep their order\n"
         "print(json.dumps(PolicySpec.from_spaces(space, spaces.Discrete(2)).to_dict()))\n"
     )
     outputs = {
@@ -244,6 +245,22 @@ def test_continuous_actions_are_inside_the_space_whatever_the_graph_says(space, 
     for action in spec.to_environment(raw):
         assert action.dtype == space.dtype
         assert space.contains(np.asarray(action))
+
+
+@settings(max_examples=150, deadline=None)
+@given(ACTION_SPACES, st.integers(0, 2**32 - 1))
+def test_actions_of_every_kind_get_the_spaces_dtype_and_are_inside_it(space, seed):
+    spec = PolicySpec.from_spaces(VECTOR, space)
+    action, rng = spec.action, np.random.default_rng(seed)
+    if action.kind == "continuous":
+        graph_output = (100 * rng.standard_normal((4, *action.shape))).astype(np.float32)
+    else:  # raw choices plus their starts, int32 as graphs give them
+        sizes, starts = action.sizes or (2,) * action.size, action.starts or (0,)
+        raw = rng.integers(sizes, size=(4, action.size)) + np.array(starts)
+        graph_output = raw.reshape(4, *action.shape).astype(np.int32)
+    for chosen in spec.to_environment(graph_output):
+        assert chosen.dtype == space.dtype
+        assert space.contains(chosen if action.kind == "discrete" else np.asarray(chosen))
 
 
 def test_a_float64_bound_between_two_float32_values_is_respected():
