@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from mindspore import Tensor, nn, ops
+from numpy_ppo import N, NumpyPPO, T, numpy_loss, random_trajectories
 from policy_helpers import (
     VECTOR,
     count_compilations,
-    gae_by_definition,
-    log_softmax,
     numerical_gradient,
     spec_of,
 )
@@ -27,7 +26,6 @@ from msrl_accel.observation_statistics import ObservationStatistics
 from msrl_accel.rollout import Collector
 from msrl_accel.runtime.graph import GraphRuntime
 from msrl_accel.spaces import PolicySpec
-from msrl_accel.trajectories import Trajectories
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -38,24 +36,6 @@ BRANCHES = [
     {"value_clip_range": 0.3, "ent_coef": 0.1},
 ]
 CLIP = 0.2
-
-
-def numpy_loss(log_prob, entropy, value, inputs, clip, value_clip, ent_coef, vf_coef):
-    """Eq. 7 and 9 of the paper, one row at a time."""
-    total = 0.0
-    for b in range(len(log_prob)):
-        ratio = np.exp(log_prob[b] - inputs.old_log_prob[b])
-        advantage, target = inputs.advantage[b], inputs.value_target[b]
-        clipped = min(max(ratio, 1 - clip), 1 + clip)
-        objective = min(ratio * advantage, clipped * advantage)
-        squared_error = (value[b] - target) ** 2
-        if value_clip is not None:
-            old = inputs.old_value[b]
-            near = old + min(max(value[b] - old, -value_clip), value_clip)
-            squared_error = max(squared_error, (near - target) ** 2)
-        row = -objective + vf_coef * squared_error - ent_coef * entropy[b]
-        total += inputs.weight[b] * row
-    return total
 
 
 class LossGraph(nn.Cell):
@@ -133,11 +113,6 @@ def test_the_loss_and_both_its_gradients_equal_the_definition(branch):
             assert gradient.asnumpy()[-1] == 0.0  # padding
 
 
-# A whole update against PPO written in NumPy.
-
-T, N = 7, 3
-
-
 def make_ppo(action_space, observation_space=VECTOR, n_steps=T, n_envs=N, **values):
     config = resolve_config(
         "ppo",
@@ -155,128 +130,6 @@ def make_ppo(action_space, observation_space=VECTOR, n_steps=T, n_envs=N, **valu
         },
     )
     return PPO(config, spec_of(action_space, observation_space))
-
-
-class NumpyPPO:
-    """PPO of a policy with two torsos of one tanh layer, gradients by finite differences."""
-
-    def __init__(self, ppo):
-        self.c = ppo.config
-        self.kind = ppo.policy.spec.action.kind
-        self.names = [s.name for s in ppo.policy.weight_specs]
-        arrays = ppo.policy.arrays()
-        self.shapes = [arrays[name].shape for name in self.names]
-        self.flat = np.concatenate([arrays[n].astype(np.float64).ravel() for n in self.names])
-        self.m, self.v, self.t = np.zeros_like(self.flat), np.zeros_like(self.flat), 0
-
-    def arrays(self, flat):
-        ends = np.cumsum([int(np.prod(s)) for s in self.shapes])[:-1]
-        return {
-            n: part.reshape(s) for n, part, s in zip(self.names, np.split(flat, ends), self.shapes)
-        }
-
-    def evaluate(self, flat, x, raw):
-        w = self.arrays(flat)
-        actor, critic = (
-            np.tanh(x @ w["torso.0.weight"][k].T + w["torso.0.bias"][k]) for k in range(2)
-        )
-        head = actor @ w["actor.weight"].T + w["actor.bias"]
-        value = (critic @ w["critic.weight"].T + w["critic.bias"])[:, 0]
-        if self.kind == "continuous":
-            z = (raw - head) / np.exp(w["log_std"])
-            log_prob = (-0.5 * z**2 - w["log_std"] - 0.5 * np.log(2 * np.pi)).sum(axis=1)
-            entropy = np.full(len(x), (w["log_std"] + 0.5 * np.log(2 * np.pi * np.e)).sum())
-        else:
-            log_p = log_softmax(head)
-            log_prob = log_p[np.arange(len(x)), raw]
-            entropy = -(np.exp(log_p) * log_p).sum(axis=1)
-        return log_prob, entropy, value
-
-    def update(self, t, clip, learning_rate, rng):
-        c = self.c
-        advantages = gae_by_definition(
-            t.rewards, t.values, t.next_values, t.terminated, t.truncated, c.gamma, c.gae_lambda
-        ).ravel()
-        x = t.observations[0].reshape(-1, 3).astype(np.float64)
-        raw = t.raw_actions.reshape(len(x), *t.raw_actions.shape[2:])
-        old_log_prob, old_value = (a.astype(np.float64).ravel() for a in (t.log_probs, t.values))
-        seen = []
-        for _ in range(c.n_epochs):
-            order = rng.permutation(np.flatnonzero(t.valid).astype(np.int32))
-            for start in range(0, len(order), c.batch_size):
-                rows = order[start : start + c.batch_size]
-                a = advantages[rows]
-                if len(rows) > 1:
-                    a = (a - a.mean()) / (a.std(ddof=1) + 1e-8)
-                inputs = LossInputs(
-                    old_log_prob[rows],
-                    old_value[rows],
-                    a,
-                    advantages[rows] + old_value[rows],
-                    np.full(len(rows), 1 / len(rows)),
-                )
-                seen.append(self.minibatch(x[rows], raw[rows], inputs, clip, learning_rate))
-                if c.target_kl is not None and seen[-1]["approx_kl"] > 1.5 * c.target_kl:
-                    return seen
-        return seen
-
-    def minibatch(self, x, raw, inputs, clip, learning_rate):
-        c = self.c
-
-        def loss(flat):
-            terms = self.evaluate(flat, x, raw)
-            return numpy_loss(*terms, inputs, clip, c.value_clip_range, c.ent_coef, c.vf_coef)
-
-        log_prob, entropy, value = self.evaluate(self.flat, x, raw)
-        ratio = np.exp(log_prob - inputs.old_log_prob)
-        gradient = numerical_gradient(loss, self.flat)
-        norm = np.linalg.norm(gradient)
-        gradient *= min(1.0, c.max_grad_norm / (norm + 1e-6))
-        self.t += 1
-        self.m = 0.9 * self.m + 0.1 * gradient
-        self.v = 0.999 * self.v + 0.001 * gradient**2
-        m_hat, v_hat = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
-        self.flat = self.flat - learning_rate * m_hat / (np.sqrt(v_hat) + c.adam_epsilon)
-        objective = np.minimum(
-            ratio * inputs.advantage, np.clip(ratio, 1 - clip, 1 + clip) * inputs.advantage
-        )
-        return {
-            "policy_loss": -objective.mean(),
-            "value_loss": ((value - inputs.value_target) ** 2).mean(),
-            "entropy": entropy.mean(),
-            "approx_kl": (ratio - 1 - np.log(ratio)).mean(),
-            "clip_fraction": (np.abs(ratio - 1) > clip).mean(),
-            "ratio_error": np.abs(ratio - 1).max(),
-            "grad_norm": norm,
-        }
-
-
-def random_trajectories(ppo, seed, invalid=0):
-    """Like those of a policy a few updates ago, so that the clips take part."""
-    rng = np.random.default_rng(seed)
-    spec = ppo.policy.spec
-    x = rng.normal(size=(T, N, 3)).astype(np.float32)
-    if spec.action.kind == "continuous":
-        raw = rng.normal(size=(T, N, 2)).astype(np.float32)
-    else:
-        raw = rng.integers(0, 3, (T, N)).astype(np.int32)
-    reference = NumpyPPO(ppo)
-    log_prob, _, value = reference.evaluate(
-        reference.flat, x.reshape(-1, 3), raw.reshape(T * N, *raw.shape[2:])
-    )
-    valid = np.ones(T * N, bool)
-    valid[rng.permutation(T * N)[:invalid]] = False
-    return Trajectories(
-        observations=(x,),
-        raw_actions=raw,
-        log_probs=(log_prob + rng.normal(0, 0.2, T * N)).reshape(T, N).astype(np.float32),
-        values=(value + rng.normal(0, 0.3, T * N)).reshape(T, N).astype(np.float32),
-        rewards=rng.normal(size=(T, N)),
-        next_values=rng.normal(size=(T, N)).astype(np.float32),
-        terminated=rng.random((T, N)) < 0.15,
-        truncated=rng.random((T, N)) < 0.15,
-        valid=valid.reshape(T, N),
-    )
 
 
 DISCRETE = spaces.Discrete(3)
