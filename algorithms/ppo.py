@@ -107,6 +107,7 @@ class PPOLoss(nn.Cell):
 
     def bprop(self, log_prob, entropy, value, inputs, clip_range, out, dout):  # type: ignore[no-untyped-def]
         old_log_prob, old_value, advantage, value_target, weight = inputs
+        weight = weight * dout
         ratio = ops.exp(log_prob - old_log_prob)
         clipped_ratio = ops.minimum(ops.maximum(ratio, 1.0 - clip_range), 1.0 + clip_range)
         surrogate = ratio * advantage
