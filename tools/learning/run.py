@@ -1,11 +1,11 @@
 """Learning curves of the shipped configurations against their targets.
 
-    python tools/learning/run.py                       # every task, seeds 0 1 2 (about an hour on two cores)
+    python tools/learning/run.py                       # every task, all its seeds: about an hour
     python tools/learning/run.py --tasks CartPole-v1 --seeds 0
 
-Each run is `python -m msrl_accel.train` in a process of its own with the configuration shipped for the task;
-what counts is the deterministic evaluation over 20 separate episodes at its end. Results go to
-`--out`: results.json, results.md (the table) and curves.png.
+Each run is `python -m msrl_accel.train` in a process of its own with the configuration shipped for
+the task; what counts is the deterministic evaluation over 20 separate episodes at its end. Results
+go to `--out`: results.json, results.md (the table) and curves.png.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def run(task: Task, seed: int, out: Path) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, one line a run."""
     lines = [
-        "| algorithm | environment | seed | steps | minutes | deterministic return | sampled | target | reached |",
+        "| algorithm | environment | seed | steps | minutes | deterministic return "
+        "| sampled | target | reached |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
