@@ -107,8 +107,7 @@ class RowReader:
 
 
 def is_solved(row: dict[str, Any], threshold: float) -> bool:
-    full = row.get("episode/count", 0) >= WINDOW
-    return full and row["episode/return"] >= threshold
+    return bool(row.get("episode/count", 0) >= WINDOW and row["episode/return"] >= threshold)
 
 
 def read_settings(rows: Path) -> dict[str, Any]:
