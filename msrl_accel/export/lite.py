@@ -49,7 +49,7 @@ def write_lite_mindir(source: Path, target: Path, *, level: int | None) -> None:
     write_bytes_atomic(target, data)
 
 
-_UNARY = ("Abs", "Cos", "Exp", "Log", "Neg", "Rsqrt", "Sin", "Sqrt", "Square")
+_UNARY = ("Abs", "Exp", "Log", "Neg", "Sin", "Sqrt", "Square")
 _BINARY = ("Add", "Div", "Maximum", "Minimum", "Mul", "Pow", "RealDiv", "Sub")
 _COMPARISONS = ("Equal", "Greater", "GreaterEqual", "Less", "LessEqual")
 _ACTIVATIONS = ("ReLU", "Sigmoid", "Tanh")
@@ -171,6 +171,18 @@ def _rewrite_silu(writer: Writer, node: Node) -> None:
     writer.emit(node, "Mul", (x, writer.intermediate(node, "Sigmoid", copied)))
 
 
+def _rewrite_cos(writer: Writer, node: Node) -> None:
+    """sin(x + pi / 2): the operator of Lite 2.0 is off by 2e-3."""
+    shifted = writer.intermediate(node, "Add", node.inputs[0], writer.scalar(np.pi / 2))
+    writer.emit(node, "Sin", (shifted,))
+
+
+def _rewrite_rsqrt(writer: Writer, node: Node) -> None:
+    """1 / sqrt(x): the operator of Lite 2.0 is off by 1e-4."""
+    root = writer.intermediate(node, "Sqrt", node.inputs[0])
+    writer.emit(node, "RealDiv", (writer.scalar(1), root))
+
+
 def _rewrite_softplus(writer: Writer, node: Node) -> None:
     """max(x, 0) + log(1 + exp(-|x|)): log(1 + exp(x)) would overflow from x = 89 on."""
     (x,) = node.inputs
@@ -195,10 +207,12 @@ def _rewrite_clamp(writer: Writer, node: Node) -> None:
 REWRITES: Mapping[str, Callable[[Writer, Node], None]] = {
     "Cast": _rewrite_cast,
     "ClampScalar": _rewrite_clamp,
+    "Cos": _rewrite_cos,
     "Dense": _rewrite_dense,
     "Muls": _rewrite_muls,
     **dict.fromkeys(_ACTIVATIONS, _rewrite_activation),
     "Reshape": _rewrite_reshape,
+    "Rsqrt": _rewrite_rsqrt,
     "SiLU": _rewrite_silu,
     "Slice": _rewrite_slice,
     "Softplus": _rewrite_softplus,

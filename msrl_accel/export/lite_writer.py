@@ -67,6 +67,7 @@ class Writer:
         self.aliases: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
         self.tensors = {i.name: i.tensor[0] for i in source.graph.input}
+        self.tensors.update((p.name, p) for p in source.graph.parameter)
         self.readers = Counter(name for node in source.graph.node for name in node.input)
         self.reshaped_bytes: dict[str, Node] = {}
         self.emitted: dict[str, Any] = {}
@@ -120,13 +121,16 @@ class Writer:
         return self.emit(node, operator, inputs, output=name)
 
     def copy(self, node: Node, name: str) -> str:
-        """Write a tensor equal to the one called `name`; returns its name."""
-        if name not in self.emitted or name not in self.tensors:
-            node.refuse("returns an input or a weight twice")
-        is_int = self.tensors[name].data_type == self.schema.TensorProto.INT32
+        """Write a tensor equal to the one called `name`, an input of `node`; returns its name."""
+        original = self.tensors.get(name)
+        if original is None:
+            node.refuse("takes the same list of tensors twice")
+        is_int = original.data_type == self.schema.TensorProto.INT32
         lowest = self.scalar(np.iinfo(np.int32).min, "INT32") if is_int else self.scalar(-np.inf)
-        original = replace(node, output=name, proto=self.emitted[name])
-        return self.intermediate(original, "Maximum", name, lowest)
+        proto = self.schema.NodeProto(output=[name], domain=node.proto.domain)
+        shape = proto.attribute.add(name="shape", type=self.schema.AttributeProto.TENSORS)
+        shape.tensors.add(dims=original.dims, data_type=original.data_type)
+        return self.intermediate(replace(node, output=name, proto=proto), "Maximum", name, lowest)
 
     def scalar(self, value: float, kind: str = "FLOAT") -> str:
         """A scalar constant, FLOAT or INT32; returns its name."""

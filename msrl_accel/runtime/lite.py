@@ -13,7 +13,7 @@ import numpy as np
 
 from msrl_accel.errors import MsrlError, PolicyError
 from msrl_accel.runtime.base import ActResult, check_inputs
-from msrl_accel.runtime.lite_engine import Engine, open_engine
+from msrl_accel.runtime.lite_engine import Engine, TensorType, open_engine
 from msrl_accel.runtime.lite_setup import LiteError, available, installed_version, setup
 from msrl_accel.runtime.lite_worker import ChildEngine
 from msrl_accel.runtime.mindir_weights import replace_weights
@@ -65,7 +65,6 @@ class LiteRuntime:
         installed_version()
         self.spec = spec
         self.version = version
-        self.threads = threads
         self.isolated = _mindspore_is_loaded() if isolate is None else isolate
         if not self.isolated and _mindspore_is_loaded():
             raise LiteError("MindSpore is loaded in this process, which Lite cannot share")
@@ -74,19 +73,16 @@ class LiteRuntime:
         except OSError as error:
             raise LiteError(f"cannot read the model {model}: {error.strerror}") from error
         self._lock = threading.Lock()
-        self._engine = self._open(self._model)
+        make_engine = ChildEngine if self.isolated else open_engine
+        engine: Engine = make_engine(self._model, threads)
+        self._engine: Engine | None = engine
+        self._check_signature(engine.inputs)
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Rebuild the engine with other weights: some 10 ms in this process.
-
-        In a child process it starts a new one, about 0.3 s. The old engine stays in use where the
-        weights do not fit.
-        """
+        """Rebuild the model with other weights, in about 0.1 s; on an error the old ones stay."""
         model = replace_weights(self._model, arrays)
-        engine = self._open(model)
         with self._lock:
-            old, self._engine = self._engine, engine
-        old.close()
+            self._open_engine().load(model)
         self._model, self.version = model, version
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
@@ -97,7 +93,7 @@ class LiteRuntime:
         if len(noise) == 0:
             raise PolicyError("the batch is empty; give at least one observation")
         with self._lock:
-            outputs = self._engine.run(inputs)
+            outputs = self._open_engine().run(inputs)
         if len(outputs) <= _FIXED_OUTPUTS:
             raise LiteError(f"the model returns {len(outputs)} tensors; it is no policy")
         action, log_prob, value, raw, *parameters = outputs
@@ -105,19 +101,24 @@ class LiteRuntime:
 
     def close(self) -> None:
         with self._lock:
-            self._engine.close()
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
 
-    def _open(self, model: bytes) -> Engine:
-        engine: Engine = (ChildEngine if self.isolated else open_engine)(model, self.threads)
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise LiteError("this runtime is closed")
+        return self._engine
+
+    def _check_signature(self, inputs: Sequence[TensorType]) -> None:
         expected = [(o.shape, np.dtype(o.dtype)) for o in self.spec.observations]
         expected.append(((self.spec.action.noise_size,), np.dtype(np.float32)))
-        if list(engine.inputs) != expected:
-            engine.close()
+        if list(inputs) != expected:
+            self.close()
             raise PolicyError(
-                f"the model takes {list(engine.inputs)}, this policy gives {expected}; "
+                f"the model takes {list(inputs)}, this policy gives {expected}; "
                 "the file is of another policy"
             )
-        return engine
 
 
 def _mindspore_is_loaded() -> bool:

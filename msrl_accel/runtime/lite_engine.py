@@ -12,7 +12,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,9 @@ class Engine(Protocol):
     """A loaded model."""
 
     inputs: Sequence[TensorType]
+
+    def load(self, model: bytes) -> None:
+        """Replace the model; on LiteError the old one stays."""
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """C-contiguous inputs [B, ...] of the declared types -> outputs, which the caller owns."""
@@ -55,16 +59,25 @@ def open_engine(model: bytes, threads: int = 1) -> Engine:
 class NativeEngine:
     """The C++ library, called through ctypes."""
 
+    inputs: Sequence[TensorType]
+
     def __init__(self, model: bytes, library: Path, threads: int = 1) -> None:
-        self._library = _load(library)
+        self._library = _load_library(library)
+        self._threads = threads
+        self._release: Callable[[], object] = lambda: None
+        self.load(model)
+
+    def load(self, model: bytes) -> None:
         with engine_log() as log:
-            self._handle = self._library.lite_open(model, len(model), threads)
-        if not self._handle:
+            handle = self._library.lite_open(model, len(model), self._threads)
+        if not handle:
             raise LiteError(f"MindSpore Lite cannot load the model: {engine_message(log)}")
-        self.inputs: Sequence[TensorType] = [
-            (s[1:], dtype) for s, dtype in self._tensors(output=False)
-        ]
+        self._release()
+        self._handle = handle
+        # An engine that is still open when the library is unloaded crashes the process.
+        self._release = weakref.finalize(self, self._library.lite_close, handle)
         self._staged: tuple[_Buffers, _Buffers | None] | None = None
+        self.inputs = [(shape[1:], dtype) for shape, dtype in self._tensors(output=False)]
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         rows = len(inputs[0])
@@ -84,9 +97,7 @@ class NativeEngine:
         return [array.copy() for array in result.arrays]
 
     def close(self) -> None:
-        if self._handle:
-            self._library.lite_close(self._handle)
-            self._handle = None
+        self._release()
 
     def _resize(self, rows: int) -> None:
         self._staged = None
@@ -133,29 +144,33 @@ class _Buffers:
 class PackageEngine:
     """An importable `mindspore_lite` of version 2."""
 
+    inputs: Sequence[TensorType]
+
     def __init__(self, model: bytes, threads: int = 1) -> None:
+        self._threads = threads
+        self.load(model)
+
+    def load(self, model: bytes) -> None:
         import mindspore_lite  # type: ignore[import-not-found]
 
         context = mindspore_lite.Context()
         context.target = ["cpu"]
-        context.cpu.thread_num = threads
-        self._model = mindspore_lite.Model()
+        context.cpu.thread_num = self._threads
+        loaded = mindspore_lite.Model()
+        failure = None
         with tempfile.NamedTemporaryFile(suffix=".mindir") as file, engine_log() as log:
             file.write(model)
             file.flush()
             try:
-                kind = mindspore_lite.ModelType.MINDIR
-                self._model.build_from_file(file.name, kind, context)
+                loaded.build_from_file(file.name, mindspore_lite.ModelType.MINDIR, context)
             except RuntimeError as error:
-                failure: RuntimeError | None = error
-            else:
-                failure = None
+                failure = error
         if failure is not None:
-            raise LiteError(
-                f"MindSpore Lite cannot load the model: {failure}; {engine_message(log)}"
-            )
-        self.inputs: Sequence[TensorType] = [
-            (tuple(t.shape[1:]), np.dtype(t.dtype.name.lower())) for t in self._model.get_inputs()
+            reason = f"{failure}; {engine_message(log)}"
+            raise LiteError(f"MindSpore Lite cannot load the model: {reason}") from failure
+        self._model = loaded
+        self.inputs = [
+            (tuple(t.shape[1:]), np.dtype(t.dtype.name.lower())) for t in loaded.get_inputs()
         ]
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -200,7 +215,7 @@ def engine_message(log: Sequence[str]) -> str:
     return "; ".join(messages[:4]) or "it gave no reason"
 
 
-def _load(path: Path) -> Any:
+def _load_library(path: Path) -> Any:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

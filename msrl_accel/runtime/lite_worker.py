@@ -40,7 +40,10 @@ _ORPHAN_CHECK_MS = 1000
 class ChildEngine:
     """An engine in a process of its own; the process ends when its parent does."""
 
+    inputs: Sequence[TensorType]
+
     def __init__(self, model: bytes, threads: int = 1) -> None:
+        self._threads = threads
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", __name__]
         # The child finds this package wherever the parent did.
@@ -56,13 +59,14 @@ class ChildEngine:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         try:
-            answer = self._ask(_MODEL, [_THREADS.pack(threads), model])
+            self.load(model)
         except BaseException:
             self.close()
             raise
-        self.inputs: Sequence[TensorType] = [
-            (tuple(shape), np.dtype(dtype)) for shape, dtype in json.loads(bytes(answer))
-        ]
+
+    def load(self, model: bytes) -> None:
+        answer = self._ask(_MODEL, [_THREADS.pack(self._threads), model])
+        self.inputs = [(tuple(s), np.dtype(dtype)) for s, dtype in json.loads(bytes(answer))]
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         blocks = [x.reshape(-1).view(np.uint8).data for x in inputs]
@@ -87,6 +91,9 @@ class ChildEngine:
             answer_kind, answer = _receive(self._stdout)
         except (EOFError, BrokenPipeError) as error:
             raise LiteError(self._obituary()) from error
+        except BaseException:
+            self._process.kill()  # interrupted half-way: the next answer would be this one's
+            raise
         if answer_kind == _ERROR:
             raise LiteError(bytes(answer).decode())
         return answer
@@ -118,7 +125,11 @@ def main() -> int:
             try:
                 if kind == _MODEL:
                     (threads,) = _THREADS.unpack_from(content)
-                    engine = open_engine(bytes(content[_THREADS.size :]), threads)
+                    model = bytes(content[_THREADS.size :])
+                    if engine is None:
+                        engine = open_engine(model, threads)
+                    else:
+                        engine.load(model)
                     types = [(shape, dtype.str) for shape, dtype in engine.inputs]
                     _send(answers, kind, [json.dumps(types).encode()])
                 else:

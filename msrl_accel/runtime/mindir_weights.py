@@ -43,11 +43,9 @@ def replace_weights(model: bytes, arrays: Mapping[str, np.ndarray]) -> bytes:
     """
     patched = bytearray(model)
     for name, slot in weight_slots(model).items():
-        # Export puts the names of the enclosing Cells before a weight's own.
-        known = [n for n in arrays if name == n or name.endswith(f".{n}")]
-        if not known:
+        if name not in arrays:
             raise PolicyError(f"weight {name!r} is missing; the weights are of another policy")
-        data = np.ascontiguousarray(arrays[max(known, key=len)], np.float32).tobytes()
+        data = np.ascontiguousarray(arrays[name], np.float32).tobytes()
         if len(data) != slot.stop - slot.start:
             raise PolicyError(
                 f"weight {name!r} has {len(data) // 4} numbers, "
