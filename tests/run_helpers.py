@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from msrl_accel.run import Run
 
 BATCH = 128
@@ -85,6 +87,14 @@ def assert_same_runs(one, other):
     for result in results:
         del result["seconds"]
     assert results[0] == results[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_curves():
+    """For modules that import it: drawing takes as long as a tiny run, and is tested elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "save_plot", lambda run: None)
+        yield
 
 
 def interrupt_in_iteration(monkeypatch, iteration, *signals):

@@ -10,10 +10,13 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+import run_helpers
 from gymnasium import spaces
 from run_helpers import BATCH, python_m, settings, tiny
 
 from msrl_accel.train import main
+
+no_curves = run_helpers.no_curves
 
 
 class OddSpaces(gymnasium.Env):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
+import run_helpers
 from PIL import Image
 from run_helpers import BATCH, tiny
 
@@ -17,6 +19,8 @@ from msrl_accel.errors import CheckpointError, ConfigError, EnvError, MsrlError
 from msrl_accel.evaluate import evaluate, main
 from msrl_accel.render import render_episode
 from msrl_accel.run import Run
+
+no_curves = run_helpers.no_curves
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +130,13 @@ class Rightwards:
 class Screen(gymnasium.Env):
     """Draws its step number as a grey level; four steps long."""
 
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 10}
     observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, render_mode=None, fps=10, fault=None):
         self.render_mode = render_mode
-        self.metadata = {"render_modes": ["rgb_array"], "render_fps": fps}
+        self.metadata = {**self.metadata, "render_fps": fps}
         self.fault = fault
 
     def reset(self, *, seed=None, options=None):

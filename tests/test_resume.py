@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+import run_helpers
 from run_helpers import (
     BATCH,
     assert_same_runs,
@@ -27,6 +28,8 @@ from run_helpers import (
 from msrl_accel.errors import CheckpointError
 from msrl_accel.run import Run
 from msrl_accel.train import main, train
+
+no_curves = run_helpers.no_curves
 
 EVERYTHING = {
     "policy__normalize_observations": True,
@@ -213,14 +216,14 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path, monkeypa
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("long") / "run"
-    run_main(*tiny(run_dir, iterations=40, **EVERYTHING))
+    run_main(*tiny(run_dir, iterations=25, **EVERYTHING))
     return run_dir
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_from_outside_loses_nothing(long_run, tmp_path, name):
     run_dir = tmp_path / "run"
-    arguments = tiny(run_dir, iterations=40, **EVERYTHING)
+    arguments = tiny(run_dir, iterations=25, **EVERYTHING)
     with start(arguments) as process:
         wait_for_rows(process, run_dir, 4)
         process.send_signal(getattr(signal, name))
@@ -231,7 +234,7 @@ def test_a_signal_from_outside_loses_nothing(long_run, tmp_path, name):
         assert process.returncode == 0, errors
         assert "Stopped as asked, checkpoint written" in output
         assert Run(run_dir).checkpoints.steps()[-1] == rows(run_dir)[-1]["step"]
-    assert 4 * BATCH <= rows(run_dir)[-1]["step"] < 40 * BATCH
+    assert 4 * BATCH <= rows(run_dir)[-1]["step"] < 25 * BATCH
     run_main("--resume", run_dir)
     assert_same_runs(long_run, run_dir)
 

@@ -8,6 +8,7 @@ import sys
 import gymnasium
 import numpy as np
 import pytest
+import run_helpers
 from gymnasium import spaces
 from run_helpers import BATCH, interrupt_in_iteration, rows, settings, tiny
 
@@ -19,6 +20,8 @@ from msrl_accel.run import Run
 from msrl_accel.spaces import PolicySpec
 from msrl_accel.train import main
 from msrl_accel.trajectories import gae
+
+no_curves = run_helpers.no_curves
 
 ACTIONS = {
     "one": spaces.Discrete(1, start=2),
