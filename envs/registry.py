@@ -22,7 +22,7 @@ from msrl_accel.errors import EnvError
 
 BACKENDS = ("auto", "sync", "async", "batched", "envpool")
 
-AUTO_BATCHED_ENVS = 16
+AUTO_BATCHED_ENVS = 4
 """From this many environments on, backend "auto" steps the classic tasks with NumPy."""
 
 _CONTROL = "gymnasium.envs.classic_control."
