@@ -24,6 +24,8 @@ from msrl_accel.export.lite_writer import (
 )
 from msrl_accel.files import write_bytes_atomic
 
+__all__ = ["LITE_2_0_LEVEL", "LiteExportError", "write_lite_mindir"]
+
 
 def write_lite_mindir(source: Path, target: Path, *, level: int | None) -> None:
     """Write the MindIR file that MindSpore Lite is to load.

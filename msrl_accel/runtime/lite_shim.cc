@@ -28,6 +28,7 @@ extern "C" {
 Engine *lite_open(const void *data, size_t size, int threads) {
   auto engine = std::make_unique<Engine>();
   engine->context->SetThreadNum(threads);
+  engine->context->SetInterOpParallelNum(1);  // small graphs lose more than they gain by it
   engine->context->SetThreadAffinity(0);
   engine->context->MutableDeviceInfo().push_back(std::make_shared<mindspore::CPUDeviceInfo>());
   auto status = engine->model.Build(data, size, mindspore::kMindIR, engine->context);

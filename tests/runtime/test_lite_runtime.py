@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from lite_helpers import POLICIES, export_policy, needs_lite, trained_arrays
 from msrl_accel.errors import PolicyError
 from msrl_accel.runtime import lite, lite_setup
 from msrl_accel.runtime.lite import LiteError, LiteRuntime
+from msrl_accel.runtime.lite_engine import open_engine
 from msrl_accel.runtime.mindir_weights import replace_weights
 
 BATCHES = (1, 3, 32, 256)
@@ -261,6 +264,79 @@ def is_running(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A stand-in for the vendor's Python package: checks its arguments and reuses its memory."""
+    module = types.ModuleType("mindspore_lite")
+    module.__spec__ = importlib.machinery.ModuleSpec("mindspore_lite", None)
+    module.ModelType = types.SimpleNamespace(MINDIR="MINDIR")
+    module.Context = lambda: types.SimpleNamespace(target=None, cpu=types.SimpleNamespace())
+
+    class Tensor:
+        dtype = types.SimpleNamespace(name="FLOAT32")
+
+        def __init__(self, shape):
+            self.shape = shape
+            self.data = np.zeros(shape, np.float32)
+
+        def set_data_from_numpy(self, array):
+            assert list(array.shape) == self.shape
+            assert array.flags.c_contiguous
+            self.data = array
+
+        def get_data_to_numpy(self):
+            return self.data
+
+    class Model:
+        resized = 0
+        memory = np.zeros((8, 2), np.float32)
+
+        def build_from_file(self, path, kind, context):
+            assert kind == "MINDIR"
+            assert context.target == ["cpu"]
+            assert context.cpu.thread_num == 1
+            with open(path, "rb") as file:
+                if file.read() != b"model":
+                    raise RuntimeError("build_from_file failed! Error is Common error code.")
+            self.inputs = [Tensor([2, 2])]
+
+        def get_inputs(self):
+            return self.inputs
+
+        def resize(self, inputs, dims):
+            assert inputs is self.inputs
+            Model.resized += 1
+            self.inputs = [Tensor(d) for d in dims]
+
+        def predict(self, inputs):
+            x = inputs[0].get_data_to_numpy()
+            output = Tensor(inputs[0].shape)
+            output.data = self.memory[: len(x)]
+            np.multiply(x, 2, out=output.data)
+            return [output]
+
+    module.Model = Model
+    monkeypatch.setitem(sys.modules, "mindspore_lite", module)
+    return module
+
+
+def test_an_importable_package_is_used_as_its_documentation_says(package):
+    found, message = lite.available()
+    assert found
+    assert "Python package" in message
+    engine = open_engine(b"model")
+    assert list(engine.inputs) == [((2,), np.dtype("float32"))]
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    (first,) = engine.run([x])
+    (second,) = engine.run([x + 1])
+    np.testing.assert_array_equal(first, 2 * x)
+    np.testing.assert_array_equal(second, 2 * (x + 1))
+    assert package.Model.resized == 1
+    with pytest.raises(LiteError, match="Common error code"):
+        engine.load(b"other")
+    np.testing.assert_array_equal(engine.run([x])[0], 2 * x)
 
 
 @pytest.fixture
