@@ -88,6 +88,30 @@ class Categorical(Distribution):
         return raw + self.start if self.start else raw
 
 
+class Columns(nn.Cell):
+    """x [B, width] -> its columns begin .. begin + size - 1, [B, size].
+
+    The size -1 takes every row whatever the batch; the shape of x would be a constant in exported
+    graphs. MindSpore has no gradient for it.
+    """
+
+    def __init__(self, begin: int, size: int, width: int) -> None:
+        super().__init__()
+        self.begin, self.size = begin, size
+        self.padding = (begin, width - begin - size)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.slice(x, (0, self.begin), (-1, self.size))
+
+    def bprop(self, x, out, dout):  # type: ignore[no-untyped-def]
+        parts = (dout,)
+        if self.padding[0]:
+            parts = (ops.zeros((dout.shape[0], self.padding[0]), dout.dtype), *parts)
+        if self.padding[1]:
+            parts = (*parts, ops.zeros((dout.shape[0], self.padding[1]), dout.dtype))
+        return (ops.concat(parts, 1) if len(parts) > 1 else dout,)
+
+
 class MultiCategorical(Distribution):
     """Independent categoricals, one a component; logits concatenated, [B, sum(sizes)]."""
 
@@ -96,8 +120,11 @@ class MultiCategorical(Distribution):
     def __init__(self, spec: ActionSpec) -> None:
         super().__init__()
         self.sizes = spec.sizes
-        self.offsets = tuple(int(o) for o in np.cumsum((0, *spec.sizes))[:-1])
         self.head_size = sum(spec.sizes)
+        ends = [int(end) for end in np.cumsum(spec.sizes)]
+        self.columns = nn.CellList(
+            [Columns(end - n, n, self.head_size) for n, end in zip(spec.sizes, ends)]
+        )
         self.shape = spec.shape
         self.starts = Tensor(np.array(spec.starts, np.int32))
         self.argmax = ops.Argmax(axis=-1, output_type=mstype.int32)
@@ -106,14 +133,11 @@ class MultiCategorical(Distribution):
         self.zero = Tensor(0.0, mstype.float32)
         self.terms = CategoricalTerms()
 
-    def _component(self, x: Tensor, i: int) -> Tensor:
-        return ops.slice(x, (0, self.offsets[i]), (x.shape[0], self.sizes[i]))
-
     def sample(self, parameters: Weights, noise: Tensor) -> Tensor:
         perturbed = parameters[0] + noise
-        choices = []
+        choices = ()
         for i in range(len(self.sizes)):
-            choices.append(self.argmax(self._component(perturbed, i)))
+            choices = (*choices, self.argmax(self.columns[i](perturbed)))
         return ops.stack(choices, 1)
 
     def log_prob_entropy(self, parameters: Weights, raw: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +146,7 @@ class MultiCategorical(Distribution):
         for i in range(len(self.sizes)):
             index = columns[i].reshape((-1,))
             one_hot = self.one_hot(index, self.sizes[i], self.one, self.zero)
-            terms = self.terms(self._component(parameters[0], i), one_hot)
+            terms = self.terms(self.columns[i](parameters[0]), one_hot)
             log_prob, entropy = log_prob + terms[0], entropy + terms[1]
         return log_prob, entropy
 

@@ -23,3 +23,11 @@ class CheckpointError(MsrlError):
 
 class PolicyError(MsrlError):
     """A policy was given inputs that do not fit its specification."""
+
+
+class ExportError(MsrlError):
+    """A policy cannot be exported, or its exported form does not act as it does."""
+
+
+class BundleError(MsrlError):
+    """A bundle is missing, damaged, or cannot be used here."""

@@ -165,7 +165,7 @@ class MLP(nn.Cell):
             for i in range(self.n_layers):
                 x = self.activation(self.dense(x, weights[2 * i], weights[2 * i + 1]))
             return (x,)
-        x = ops.tile(x.expand_dims(0), (self.members, 1, 1))
+        x = ops.tile(x.reshape((1, -1, self.widths[0])), (self.members, 1, 1))
         for i in range(self.n_layers):
             x = self.activation(self.ensemble_dense(x, weights[2 * i], weights[2 * i + 1]))
         outputs: Weights = ()
@@ -200,7 +200,8 @@ class CNN(nn.Cell):
             raise ConfigError(f"observation {spec.name!r}: image {spec.shape} is too small")
         self.flat = self.layers[-1][0] * height * width
         convs = [
-            ops.Conv2D(filters, kernel, pad_mode="valid", stride=stride)
+            # A pair: ONNX export does not take one number.
+            ops.Conv2D(filters, (kernel, kernel), pad_mode="valid", stride=stride)
             for filters, kernel, stride in self.layers
         ]
         self.conv_0, self.conv_1, self.conv_2 = (*convs, None)[:3]
@@ -223,7 +224,7 @@ class CNN(nn.Cell):
     def construct(self, image: Tensor, weights: Weights) -> Tensor:
         x = ops.cast(image, mstype.float32) * (1.0 / 255.0)
         if self.grayscale:
-            x = x.expand_dims(1)
+            x = x.reshape((-1, 1, *image.shape[1:]))
         if self.channels_last:
             x = ops.transpose(x, (0, 3, 1, 2))
         x = self.relu(self.bias_add(self.conv_0(x, weights[0]), weights[1]))

@@ -78,7 +78,7 @@ class Encoder(nn.Cell):
                 features.append(self.cnns[image](x, weights[used : used + n]))
                 image, used = image + 1, used + n
                 continue
-            x = x.reshape((x.shape[0], self.specs[i].size))
+            x = x.reshape((-1, self.specs[i].size))
             if self.specs[i].dtype == "uint8":
                 x = ops.cast(x, mstype.float32) * (1.0 / 255.0)
             elif self.normalize:

@@ -1,18 +1,22 @@
 """Gymnasium spaces described for a policy graph: names, order, shapes, dtypes and bounds.
 
-Nothing here needs MindSpore: a deployed policy reads the same description from its manifest.
+Nothing here needs MindSpore: a deployed policy reads the same description from its manifest. Only
+`PolicySpec.from_spaces` needs Gymnasium.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-import gymnasium as gym
 import numpy as np
 
 from msrl_accel.errors import PolicyError, SpaceError
+
+if TYPE_CHECKING:
+    import gymnasium as gym
 
 Observations = tuple[np.ndarray, ...]
 
@@ -31,6 +35,9 @@ class ObservationSpec:
     shape: tuple[int, ...]
     dtype: str
     """'uint8' for images, which stay uint8 until the graph, otherwise 'float32'."""
+    low: tuple[float, ...] = (-np.inf,)
+    """Lower bound of each component, or one number for all; -inf where there is none."""
+    high: tuple[float, ...] = (np.inf,)
 
     @property
     def is_image(self) -> bool:
@@ -54,6 +61,15 @@ class ObservationSpec:
     @property
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lowest and highest value of each component, float64, of the observation's shape."""
+        low, high = (
+            np.broadcast_to(np.array(b) if len(b) == 1 else np.reshape(b, self.shape), self.shape)
+            for b in (self.low, self.high)
+        )
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,7 @@ class ActionSpec:
             "continuous": "normal",
         }[self.kind]
 
-    @property
+    @cached_property
     def noise_size(self) -> int:
         return sum(self.sizes) if self.noise_kind == "gumbel" else self.size
 
@@ -118,6 +134,8 @@ class PolicySpec:
         Raises:
             SpaceError: the space is not supported; the message says which are.
         """
+        import gymnasium as gym
+
         is_dict = isinstance(observation_space, gym.spaces.Dict)
         return cls(_observation_specs(observation_space), _action_spec(action_space), is_dict)
 
@@ -179,25 +197,23 @@ class PolicySpec:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able description; `from_dict` is its inverse."""
-        action = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self.action).items()}
         return {
-            "observations": [
-                {"name": o.name, "shape": list(o.shape), "dtype": o.dtype}
-                for o in self.observations
-            ],
+            "observations": [_fields(o) for o in self.observations],
             "dict_observation": self.dict_observation,
-            # JSON has no infinity: an open bound is null.
-            "action": {
-                **action,
-                "low": [None if np.isinf(x) else x for x in self.action.low],
-                "high": [None if np.isinf(x) else x for x in self.action.high],
-            },
+            "action": _fields(self.action),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PolicySpec:
         observations = tuple(
-            ObservationSpec(o["name"], tuple(o["shape"]), o["dtype"]) for o in data["observations"]
+            ObservationSpec(
+                o["name"],
+                tuple(o["shape"]),
+                o["dtype"],
+                _bounds(o.get("low", [None]), -np.inf),
+                _bounds(o.get("high", [None]), np.inf),
+            )
+            for o in data["observations"]
         )
         a = data["action"]
         action = ActionSpec(
@@ -206,13 +222,27 @@ class PolicySpec:
             dtype=a["dtype"],
             sizes=tuple(a["sizes"]),
             starts=tuple(a["starts"]),
-            low=tuple(-np.inf if x is None else x for x in a["low"]),
-            high=tuple(np.inf if x is None else x for x in a["high"]),
+            low=_bounds(a["low"], -np.inf),
+            high=_bounds(a["high"], np.inf),
         )
         return cls(observations, action, bool(data["dict_observation"]))
 
 
+def _fields(spec: ObservationSpec | ActionSpec) -> dict[str, Any]:
+    """Fields as JSON has them: lists for tuples, and null for an open bound."""
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    for name in ("low", "high"):
+        values[name] = [None if np.isinf(x) else x for x in values[name]]
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+
+def _bounds(values: Sequence[float | None], missing: float) -> tuple[float, ...]:
+    return tuple(missing if x is None else float(x) for x in values)
+
+
 def _observation_specs(space: gym.Space) -> tuple[ObservationSpec, ...]:
+    import gymnasium as gym
+
     if isinstance(space, gym.spaces.Dict):
         if not space.spaces:
             raise SpaceError("observation space Dict() is empty; give it at least one Box entry")
@@ -222,6 +252,8 @@ def _observation_specs(space: gym.Space) -> tuple[ObservationSpec, ...]:
 
 
 def _box_spec(name: str, space: gym.Space) -> ObservationSpec:
+    import gymnasium as gym
+
     if not isinstance(space, gym.spaces.Box):
         where = "" if name == BOX_NAME else f" (key {name!r})"
         remedy = "wrap the environment in gymnasium.wrappers.FlattenObservation"
@@ -232,10 +264,20 @@ def _box_spec(name: str, space: gym.Space) -> ObservationSpec:
     if space.dtype.kind not in "fiub":
         raise SpaceError(f"observation {name!r} has dtype {space.dtype}: use a real-valued dtype")
     is_image = space.dtype == np.uint8 and len(space.shape) in (2, 3)
-    return ObservationSpec(name, tuple(space.shape), "uint8" if is_image else "float32")
+    dtype = "uint8" if is_image else "float32"
+    low, high = (_one_for_all(bound) for bound in (space.low, space.high))
+    return ObservationSpec(name, tuple(space.shape), dtype, low, high)
+
+
+def _one_for_all(bound: np.ndarray) -> tuple[float, ...]:
+    """Bounds of all components, or the one that they share."""
+    values = tuple(float(x) for x in np.ravel(bound))
+    return values[:1] if len(set(values)) == 1 else values
 
 
 def _action_spec(space: gym.Space) -> ActionSpec:
+    import gymnasium as gym
+
     if isinstance(space, gym.spaces.Discrete):
         return ActionSpec("discrete", (), space.dtype.name, (int(space.n),), (int(space.start),))
     if isinstance(space, gym.spaces.MultiDiscrete):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,27 +52,46 @@ class PolicyRuntime(Protocol):
 def check_inputs(
     spec: PolicySpec, observations: Observations, noise: np.ndarray | None = None
 ) -> Observations:
-    """Check count, shapes and dtypes; returns the observations cast and C-contiguous."""
+    """Check count, shapes, dtypes and finiteness; the observations cast and C-contiguous.
+
+    Raises:
+        PolicyError: one does not fit; the message names it.
+    """
     if len(observations) != len(spec.observations):
         raise PolicyError(
             f"got {len(observations)} observation tensors, this policy takes "
             f"{len(spec.observations)}: {[o.name for o in spec.observations]}"
         )
     batch = len(observations[0])
+    checked = []
     for x, o in zip(observations, spec.observations):
         if x.shape != (batch, *o.shape):
             raise PolicyError(
                 f"observation {o.name!r} has shape {x.shape}, this policy takes {('B', *o.shape)}"
             )
-        if o.dtype == "uint8" and x.dtype != np.uint8:
+        if o.dtype == "uint8":
+            if x.dtype != np.uint8:
+                raise PolicyError(
+                    f"observation {o.name!r} has dtype {x.dtype}, this policy takes uint8 images"
+                )
+        elif x.dtype.kind not in "fiub":
             raise PolicyError(
-                f"observation {o.name!r} has dtype {x.dtype}, this policy takes uint8 images"
+                f"observation {o.name!r} has dtype {x.dtype}, this policy takes real numbers"
             )
+        tensor = np.ascontiguousarray(x, o.dtype)
+        if o.dtype == "float32" and not _all_finite(tensor):
+            raise PolicyError(f"observation {o.name!r} holds a number that is not finite")
+        checked.append(tensor)
     if noise is not None and noise.shape != (batch, spec.action.noise_size):
         raise PolicyError(
             f"noise has shape {noise.shape}, expected {(batch, spec.action.noise_size)}"
         )
-    return spec.cast(observations)
+    return tuple(checked)
+
+
+def _all_finite(x: np.ndarray) -> bool:
+    # The sum of squares takes a fraction of the time; it may overflow for finite numbers.
+    return math.isfinite(np.vdot(x, x)) or bool(np.isfinite(x).all())
 
 
 def pad_rows(rows: np.ndarray, n: int) -> np.ndarray:

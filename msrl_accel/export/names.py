@@ -1,0 +1,28 @@
+"""Names of the tensors of exported graphs."""
+
+from __future__ import annotations
+
+from msrl_accel.spaces import PolicySpec
+
+NOISE = "noise"
+OBSERVATION_PREFIX = "observation."
+"""Before the name of an observation that could be taken for another tensor."""
+WEIGHT_PREFIX = "weights/"
+BATCH = "batch"
+FIXED_OUTPUTS = ("action", "log_prob", "value", "raw_action")
+"""Outputs of every policy; the parameters of its action distribution follow."""
+DISTRIBUTION_OUTPUTS = {
+    "discrete": ("logits",),
+    "multi_discrete": ("logits",),
+    "multi_binary": ("logits",),
+    "continuous": ("mean", "log_std"),
+}
+
+
+def input_names(spec: PolicySpec) -> tuple[str, ...]:
+    """Names of the inputs in graph order: the observations, then the noise."""
+    taken = {NOISE, *FIXED_OUTPUTS, *DISTRIBUTION_OUTPUTS[spec.action.kind]}
+    observations = (
+        OBSERVATION_PREFIX + o.name if o.name in taken else o.name for o in spec.observations
+    )
+    return (*observations, NOISE)

@@ -1,0 +1,137 @@
+"""ONNX Runtime as a runtime; needs neither MindSpore nor Gymnasium."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl_accel.errors import PolicyError
+from msrl_accel.export.names import WEIGHT_PREFIX, input_names
+from msrl_accel.runtime.base import ActResult, check_inputs
+from msrl_accel.spaces import Observations, PolicySpec
+
+INSTALL = "pip install 'msrl_accel[onnx]'"
+
+
+class OnnxRuntime:
+    """Runs an ONNX file of `export_onnx` on the CPU.
+
+    Args:
+        model: the file.
+        spec: the policy's tensors.
+        version: of the weights in the file.
+        threads: of an operator; 1 is fastest for small networks.
+
+    Raises:
+        PolicyError: onnxruntime is missing, or refuses the model; the message has its own words.
+    """
+
+    def __init__(
+        self, model: Path, spec: PolicySpec, version: int = 0, *, threads: int = 1
+    ) -> None:
+        self.spec = spec
+        self.version = version
+        self._threads = threads
+        self._names = input_names(spec)
+        try:
+            self._model = Path(model).read_bytes()
+        except OSError as error:
+            raise PolicyError(f"cannot read the model {model}: {error.strerror}") from error
+        self._start({})
+
+    def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Rebuild the session with other weights, a few milliseconds.
+
+        Args:
+            version: of these weights.
+            arrays: by name as `Policy.arrays` gives them.
+
+        Raises:
+            PolicyError: a weight has another shape than the model's, or is none of it.
+        """
+        self._start(arrays)
+        self.version = version
+
+    def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
+        inputs = check_inputs(self.spec, observations, noise)
+        feed = dict(zip(self._names, inputs))
+        feed["noise"] = np.ascontiguousarray(noise, np.float32)
+        try:
+            action, log_prob, value, raw, *parameters = self._run(self._outputs, feed)
+        except Exception as error:  # onnxruntime's own exceptions have no common base
+            raise PolicyError(f"onnxruntime failed: {_words(error)}") from error
+        return ActResult(action, log_prob, value, raw, tuple(parameters))
+
+    def close(self) -> None:
+        """Release the session."""
+        self._run = _closed
+
+    def _start(self, weights: Mapping[str, np.ndarray]) -> None:
+        ort = _import_onnxruntime()
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+        # Threads that wait for the next call would take the time of the environments.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        # The session refers to these arrays: they live as long as it does.
+        replaced = {
+            WEIGHT_PREFIX + name: ort.OrtValue.ortvalue_from_numpy(
+                np.ascontiguousarray(array, np.float32)
+            )
+            for name, array in weights.items()
+        }
+        try:
+            for name, value in replaced.items():
+                options.add_initializer(name, value)
+            session = ort.InferenceSession(self._model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's own exceptions have no common base
+            raise PolicyError(f"onnxruntime refuses the model: {_words(error)}") from error
+        self._check_model(session)
+        self._weights, self._session = replaced, session
+        self._outputs = [output.name for output in session.get_outputs()]
+        self._run = session.run
+
+    def _check_model(self, session: Any) -> None:
+        spec = self.spec
+        types = {"tensor(float)": "float32", "tensor(uint8)": "uint8"}
+        found = {
+            i.name: (tuple(i.shape[1:]), types.get(i.type, i.type)) for i in session.get_inputs()
+        }
+        expected = {name: (o.shape, o.dtype) for name, o in zip(self._names, spec.observations)}
+        expected["noise"] = ((spec.action.noise_size,), "float32")
+        if found != expected:
+            raise PolicyError(
+                f"the model takes {found}, this policy gives {expected}: "
+                "the file is of another policy"
+            )
+
+
+def available() -> tuple[bool, str]:
+    """Whether onnxruntime is here, and its version or the command that adds it."""
+    try:
+        return True, f"onnxruntime {_import_onnxruntime().__version__}"
+    except PolicyError as error:
+        return False, str(error)
+
+
+def _import_onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise PolicyError(f"onnxruntime is not installed: {INSTALL}") from error
+    return onnxruntime
+
+
+def _words(error: Exception) -> str:
+    """The engine's message without its prefix, in one line."""
+    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", " ".join(str(error).split()))
+
+
+def _closed(*_: Any) -> Any:
+    raise PolicyError("this runtime is closed: open another with load_policy")
