@@ -267,7 +267,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; the exit status: 0, 1 where a form differs, 2 after one line on what is wrong."""
+    """Command line; exit status 0, 1 where a form differs, 2 after one line on what is wrong."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         args = build_parser().parse_args(argv)
@@ -309,8 +309,10 @@ def summary(bundle: Bundle) -> str:
     for backend, note in bundle.manifest["notes"].items():
         rows[backend] = f"left out: {note}"
     rows["check it"] = f"msrl-check {bundle.path}"
-    rows["act"] = "from msrl_accel.runtime.load import load_policy"
-    rows[""] = f"load_policy({str(bundle.path)!r}).act(observation)"
+    rows["act"] = (
+        "from msrl_accel.runtime.load import load_policy\n"
+        f"action = load_policy({str(bundle.path)!r}).act(observation)"
+    )
     return format_summary(f"Exported {config['algo']} on {config['env']}", rows)
 
 

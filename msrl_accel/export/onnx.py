@@ -54,6 +54,7 @@ def export_onnx(policy: Policy, target: Path) -> None:
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             raise ExportError(f"cannot write {target}: {error}") from error
     _open_slices(onnx, model.graph)
+    _fuse_tanh(onnx, model.graph)
     weights = {p.name for p in policy.get_parameters()}
     _rename(onnx, model.graph, policy.output_names, weights)
     _open_batch(model.graph)
@@ -96,13 +97,42 @@ def _open_slices(onnx: Any, graph: Any) -> None:
     _remove_unread(graph)
 
 
-def _remove_unread(graph: Any) -> None:
-    def read() -> set[str]:
-        return {n for node in graph.node for n in node.input} | {o.name for o in graph.output}
+def _fuse_tanh(onnx: Any, graph: Any) -> None:
+    """Write `networks.Tanh`, 2 t / (1 + t^2) of t = tanh(x / 2), as the Tanh that it is."""
+    makers = {name: node for node in graph.node for name in node.output}
 
-    for node in [n for n in graph.node if not read().intersection(n.output)]:
-        graph.node.remove(node)
-    for initializer in [i for i in graph.initializer if i.name not in read()]:
+    def made_by(name: str, operator: str) -> Any:
+        node = makers.get(name)
+        return node if node is not None and node.op_type == operator else None
+
+    def halved(t: str) -> str | None:
+        """x, where t is tanh(x / 2)."""
+        tanh = made_by(t, "Tanh")
+        product = tanh and made_by(tanh.input[0], "Mul")
+        return product.input[0] if product else None
+
+    for node in graph.node:
+        if node.op_type != "Div":
+            continue
+        double, shifted = made_by(node.input[0], "Add"), made_by(node.input[1], "Add")
+        square = shifted and made_by(shifted.input[0], "Mul")
+        if not double or not square or len({*double.input, *square.input}) != 1:
+            continue
+        x = halved(double.input[0])
+        if x is not None:
+            node.CopyFrom(onnx.helper.make_node("Tanh", [x], list(node.output)))
+    _remove_unread(graph)
+
+
+def _remove_unread(graph: Any) -> None:
+    while True:
+        read = {n for node in graph.node for n in node.input} | {o.name for o in graph.output}
+        unread = [node for node in graph.node if not read.intersection(node.output)]
+        if not unread:
+            break
+        for node in unread:
+            graph.node.remove(node)
+    for initializer in [i for i in graph.initializer if i.name not in read]:
         graph.initializer.remove(initializer)
 
 
