@@ -84,7 +84,7 @@ def export_policy(kind: str, folder: Path, seed: int = 0) -> ExportedPolicy:
     observations = random_observations(spec, 256, rng)
     noise = spec.draw_noise(rng, (256,))
     outputs = policy(*[Tensor(x) for x in (*observations, noise)])
-    sample = [Tensor(x[:2]) for x in (*observations, noise)]
+    sample = [Tensor(x[:1]) for x in (*observations, noise)]
     mindspore.export(policy, *sample, file_name=str(folder / kind), file_format="MINDIR")
     model = folder / f"{kind}.lite.mindir"
     write_lite_mindir(folder / f"{kind}.mindir", model, level=1)

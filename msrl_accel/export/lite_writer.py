@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from msrl_accel.errors import MsrlError
+from msrl_accel.errors import ExportError
 
 LITE_2_0_LEVEL = 1
 """MindIR version that MindSpore Lite 2.0 reads."""
@@ -23,7 +23,7 @@ REFERENCE = "REF::"
 """Prefix of a node's operator that is described in the model's list of primitives."""
 
 
-class LiteExportError(MsrlError):
+class LiteExportError(ExportError):
     """A graph holds something that the wanted MindIR version cannot express."""
 
 
