@@ -54,6 +54,7 @@ def check_consistency(
     episodes: int = 0,
     observations: Observations | None = None,
     rows: int = RECORDED_ROWS,
+    batches: Sequence[int] = BATCHES,
     batch_invariance: bool = False,
     drift: bool = False,
     precision: Sequence[str] = (),
@@ -62,9 +63,9 @@ def check_consistency(
 ) -> ConsistencyReport:
     """Compare every form of a policy with one baseline, on the same calls.
 
-    The baseline is the training graph in inference position where `policy` or `run` gives it;
-    otherwise the bundle's MindIR form; where that cannot run here, the outputs that the bundle
-    recorded when it was exported.
+    The baseline is the training graph in inference position: `policy`, that of `run`, or one with
+    the bundle's weights. Where MindSpore is missing it is what the training graph gave when the
+    bundle was exported.
 
     Args:
         bundle: an exported policy, or its folder.
@@ -75,6 +76,7 @@ def check_consistency(
             leaving out what cannot run here.
         episodes: whole episodes to play with each form, deterministic and as many sampled.
         observations: recorded observations [N, ...]; None records `rows` in the run's environment.
+        batches: sizes of the calls.
         batch_invariance: also check each form with `batch_invariant=True`, on 10,000 rows.
         drift: also check that small damage to each form is seen.
         precision: modes to rehearse; see `msrl_accel.consistency.precision`.
@@ -87,9 +89,9 @@ def check_consistency(
     """
     subject = Subject.of(bundle, run, policy)
     with contextlib.ExitStack() as stack:
-        result = {"tolerances": {**TOLERANCES, **(tolerances or {})}, "seed": seed}
-        check = _Check(subject, _open_baseline(subject, backends, stack), **result)
-        check.prepare(observations, rows)
+        allowed = {**TOLERANCES, **(tolerances or {})}
+        check = _Check(subject, _open_baseline(subject), allowed, seed)
+        check.prepare(observations, rows, tuple(batches))
         opened, missing = _open_backends(subject, backends, check.baseline.name, stack)
         check.run({**opened, **(runtimes or {})}, episodes, batch_invariance, drift)
         report = check.report()
@@ -148,23 +150,14 @@ class _Baseline:
     """None where only recorded outputs are there."""
 
 
-def _open_baseline(
-    subject: Subject, backends: Sequence[str] | None, stack: contextlib.ExitStack
-) -> _Baseline:
-    if subject.policy is not None:
-        from msrl_accel.runtime.graph import GraphRuntime
+def _open_baseline(subject: Subject) -> _Baseline:
+    if subject.policy is None:
+        what = "outputs of the training graph recorded in the bundle (MindSpore is not here)"
+        return _Baseline("reference", what, None)
+    from msrl_accel.runtime.graph import GraphRuntime
 
-        runtime = GraphRuntime(subject.policy)
-        return _Baseline("graph", "the training graph in inference position", runtime)
-    assert subject.bundle is not None
-    from msrl_accel.runtime.load import available_backends, open_runtime
-
-    if available_backends(subject.bundle)["mindir"][0]:
-        mindir = open_runtime(subject.bundle, "mindir")
-        stack.callback(mindir.close)
-        return _Baseline("mindir", "the bundle's MindIR form (no run was given)", mindir)
-    what = "outputs of the training graph recorded in the bundle (MindSpore is not here)"
-    return _Baseline("reference", what, None)
+    what = f"the training graph in inference position ({subject.origin})"
+    return _Baseline("graph", what, GraphRuntime(subject.policy))
 
 
 def _open_backends(
@@ -200,7 +193,8 @@ def reference_answers(bundle: Bundle) -> list[Answer]:
     for mode in ("deterministic", "sampled"):
         noise = arrays["noise"] if mode == "sampled" else np.zeros_like(arrays["noise"])
         outputs = [arrays[f"{mode}/{name}"] for name in bundle.output_names]
-        result = ActResult(*outputs[:4], parameters=tuple(outputs[4:]))
+        action, log_prob, value, raw, *parameters = outputs
+        result = ActResult(action, log_prob, value, raw, tuple(parameters))
         answers.append((Case("reference", mode == "deterministic", observations, noise), result))
     return answers
 
@@ -217,7 +211,9 @@ class _Check:
     recorded: Observations = ()
     results: dict[str, BackendResult] = field(default_factory=dict)
 
-    def prepare(self, observations: Observations | None, rows: int) -> None:
+    def prepare(
+        self, observations: Observations | None, rows: int, batches: tuple[int, ...]
+    ) -> None:
         """Make the calls and have the baseline answer them."""
         bundle, runtime = self.subject.bundle, self.baseline.runtime
         reference = [] if bundle is None else reference_answers(bundle)
@@ -228,7 +224,9 @@ class _Check:
         if observations is None and self.subject.config is not None:
             observations = record_observations(runtime, self.subject.config, rows, self.seed)
         spec, arrays = self.subject.spec, self.subject.arrays
-        cases = make_cases(spec, recorded=observations, statistics=arrays, seed=self.seed)
+        cases = make_cases(
+            spec, recorded=observations, statistics=arrays, batches=batches, seed=self.seed
+        )
         self.answers = [(case, runtime.act(case.observations, case.noise)) for case in cases]
         self.recorded = observations or self.answers[-1][0].observations
         if reference:
@@ -333,10 +331,11 @@ class _Check:
         )
         if file is None or not arrays or name == "om":
             return None
-        case = next(c for c, _ in reversed(self.answers) if c.batch >= DRIFT_BATCH)
+        case, expected = max(self.answers, key=lambda answer: answer[0].batch)
         reference = self.subject.numpy_policy()
         with contextlib.suppress(MsrlError):  # onnx or onnxruntime is missing
-            return first_divergence(file, name, reference, arrays, case.observations, case.noise)
+            inputs = (case.observations, case.noise, expected)
+            return first_divergence(file, name, reference, arrays, *inputs)
         return None
 
 

@@ -105,11 +105,11 @@ class Comparison:
     def add(self, expected: ActResult, got: ActResult, noise: np.ndarray, where: str) -> None:
         """Compare one call's outputs, [B, ...] each."""
         ours, theirs = named(self.spec, expected), named(self.spec, got)
-        flipped_rows = np.zeros(len(noise), bool)
+        flipped_rows: np.ndarray = np.zeros(len(noise), bool)
         if self.spec.action.kind != "continuous":
             margins, flipped = flips(self.spec.action, expected, got, noise)
             self.flips.add(margins, flipped)
-            flipped_rows = flipped.reshape(len(flipped), -1).any(axis=-1)
+            flipped_rows = np.asarray(flipped.any(axis=-1))
         for name, output in self.outputs.items():
             _check_shapes(name, ours[name], theirs[name])
             skip = flipped_rows if name in ("action", "raw_action", "log_prob") else None
@@ -251,7 +251,14 @@ def _top_gap(x: np.ndarray) -> np.ndarray:
 def divergence(
     action: ActionSpec, p: tuple[np.ndarray, ...], q: tuple[np.ndarray, ...]
 ) -> np.ndarray:
-    """KL(p || q) [B] in nats, in closed form and float64."""
+    """KL(p || q) [B] in nats, in closed form and float64; NaN where a parameter is not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _divergence(action, p, q)
+
+
+def _divergence(
+    action: ActionSpec, p: tuple[np.ndarray, ...], q: tuple[np.ndarray, ...]
+) -> np.ndarray:
     p = tuple(x.astype(np.float64) for x in p)
     q = tuple(x.astype(np.float64) for x in q)
     if action.kind == "continuous":

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl_accel import envs
-from msrl_accel.config import TrainConfig
-from msrl_accel.evaluation import evaluate_run_policy
 from msrl_accel.runtime.base import ActResult, PolicyRuntime
 from msrl_accel.spaces import Observations, PolicySpec
+
+if TYPE_CHECKING:
+    from msrl_accel.config import TrainConfig
 
 RECORDING_ENVS = 32
 """Environments that observations are recorded from, at most."""
@@ -81,6 +81,8 @@ class EpisodeParity:
 
 def play(runtime: PolicyRuntime, config: TrainConfig, episodes: int, seed: int) -> Episodes:
     """Whole episodes of a run's environment, `episodes` deterministic and as many sampled."""
+    from msrl_accel.evaluation import evaluate_run_policy
+
     returns, actions = {}, {}
     for mode in ("deterministic", "sampled"):
         recording = RecordingRuntime(runtime)
@@ -123,6 +125,8 @@ def record_observations(
     runtime: PolicyRuntime, config: TrainConfig, rows: int, seed: int
 ) -> Observations:
     """Observations [rows, ...] of sampled episodes in a run's environment."""
+    from msrl_accel import envs
+
     spec, rng = runtime.spec, np.random.default_rng([seed, 2])
     n = min(RECORDING_ENVS, config.n_envs, rows)
     kept: list[Observations] = []

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl_accel.config import TrainConfig
 from msrl_accel.consistency.compare import Comparison, Tolerances, action_range, named, output_names
 from msrl_accel.consistency.reference import Arithmetic, NumpyPolicy
 from msrl_accel.errors import ConfigError
 from msrl_accel.spaces import Observations, PolicySpec
 
 if TYPE_CHECKING:
+    from msrl_accel.config import TrainConfig
     from msrl_accel.consistency.episodes import Episodes
 
 ORIGIN = "origin"
@@ -56,7 +56,7 @@ def int8_channels(weight: np.ndarray) -> np.ndarray:
     axes = (1, 2, 3) if weight.ndim == 4 else (-1,)
     largest = np.abs(weight).max(axis=axes, keepdims=True)
     scale = np.where(largest > 0, largest / 127, 1).astype(weight.dtype)
-    return np.clip(np.rint(weight / scale), -127, 127) * scale
+    return np.asarray(np.clip(np.rint(weight / scale), -127, 127) * scale)
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,13 @@ class Layer:
 
     name: str
     output: np.ndarray
-    """[B, ...], or [M, B, ...] where M perceptrons run together."""
+    """[B, ...]"""
     upstream: frozenset[str]
     """Layers this one depends on."""
+
+
+_NOTHING: frozenset[str] = frozenset()
+_NO_WEIGHT = np.empty(0)
 
 
 @dataclass
@@ -124,17 +128,18 @@ class NumpyPolicy:
         trace = _Trace()
         with np.errstate(over="ignore", invalid="ignore"):
             x, upstream = self._features(check_inputs(self.spec, observations), trace)
-            hidden, upstream = self._torso(x, upstream, trace)
-            for name, h in (("actor", hidden[0]), ("critic", hidden[-1])):
-                trace.add(name, self._dense(name, h), upstream)
+            hidden, paths = self._torso(x, upstream, trace)
+            for name, i in (("actor", 0), ("critic", -1)):
+                trace.add(name, self._dense(name, hidden[i]), paths[i])
         return trace.layers
 
     def _features(
         self, observations: Observations, trace: _Trace
     ) -> tuple[np.ndarray, frozenset[str]]:
         a = self.arithmetic
+        x: np.ndarray
         features: list[np.ndarray] = []
-        upstream: frozenset[str] = frozenset()
+        upstream = _NOTHING
         for o, observation in zip(self.spec.observations, observations):
             x = a.vector(observation.astype(a.dtype))
             if o.is_image:
@@ -146,7 +151,7 @@ class NumpyPolicy:
                     x = a.vector(x * a.dtype(1.0 / 255.0))
                 elif f"normalizer.{o.name}.mean" in self._arrays:
                     x = self._normalize(o, x)
-                    upstream |= trace.add(f"normalizer.{o.name}", x, frozenset())
+                    upstream |= trace.add(f"normalizer.{o.name}", x, _NOTHING)
             features.append(x)
         return np.concatenate(features, axis=1), upstream
 
@@ -154,12 +159,12 @@ class NumpyPolicy:
         mean = self._arrays[f"normalizer.{o.name}.mean"]
         inverse_std = self._arrays[f"normalizer.{o.name}.inverse_std"]
         x = self.arithmetic.vector(self.arithmetic.vector(x - mean) * inverse_std)
-        return np.clip(x, -self.observation_clip, self.observation_clip)
+        return np.asarray(np.clip(x, -self.observation_clip, self.observation_clip))
 
     def _cnn(
         self, o: ObservationSpec, x: np.ndarray, trace: _Trace
     ) -> tuple[np.ndarray, frozenset[str]]:
-        a, upstream = self.arithmetic, frozenset[str]()
+        a, upstream = self.arithmetic, _NOTHING
         x = a.vector(x * a.dtype(1.0 / 255.0))
         if x.ndim == 3:
             x = x[:, None]
@@ -178,17 +183,32 @@ class NumpyPolicy:
 
     def _torso(
         self, x: np.ndarray, upstream: frozenset[str], trace: _Trace
-    ) -> tuple[np.ndarray, frozenset[str]]:
-        """Hidden layers [M, B, width]; M is 1 for one torso, 2 for actor's and critic's own."""
+    ) -> tuple[np.ndarray, list[frozenset[str]]]:
+        """Hidden layers [M, B, width] and what each of the M torsos depends on.
+
+        M is 1 for one torso, 2 for actor's and critic's own.
+        """
         pattern = re.compile(r"torso\.(\d+)\.weight")
         indices = sorted(int(m.group(1)) for m in map(pattern.fullmatch, self._arrays) if m)
+        members = self._arrays["torso.0.weight"].shape[0] if self._is_ensemble else 1
+        suffixes = [""] if members == 1 else [" (actor)", " (critic)"]
+        paths = [upstream] * members
+        x = np.broadcast_to(x, (members, *x.shape))
         for i in indices:
-            name = f"torso.{i}"
-            x = self._dense(name, x)
+            x = self._dense(f"torso.{i}", x if self._is_ensemble else x[0])
             x = np.tanh(x) if self.activation == "tanh" else np.maximum(x, 0)
             x = self.arithmetic.vector(x)
-            upstream = trace.add(name, x, upstream)
-        return (x if x.ndim == 3 else x[None]), upstream
+            x = x if self._is_ensemble else x[None]
+            paths = [
+                trace.add(f"torso.{i}{suffix}", output, path)
+                for suffix, output, path in zip(suffixes, x, paths)
+            ]
+        return x, paths
+
+    @property
+    def _is_ensemble(self) -> bool:
+        """Whether actor and critic have torsos of their own, stacked in one weight."""
+        return self._arrays.get("torso.0.weight", _NO_WEIGHT).ndim == 3
 
     def _dense(self, name: str, x: np.ndarray) -> np.ndarray:
         a, weight = self.arithmetic, self._arrays[f"{name}.weight"]
@@ -220,7 +240,8 @@ def convolution(x: np.ndarray, weight: np.ndarray, stride: int) -> np.ndarray:
     kernel = weight.shape[-1]
     windows = np.lib.stride_tricks.sliding_window_view(x, (kernel, kernel), axis=(2, 3))
     windows = windows[:, :, ::stride, ::stride]
-    return np.tensordot(windows, weight, axes=((1, 4, 5), (1, 2, 3))).transpose(0, 3, 1, 2)
+    product = np.tensordot(windows, weight, axes=((1, 4, 5), (1, 2, 3)))
+    return np.asarray(product.transpose(0, 3, 1, 2))
 
 
 def components(action: ActionSpec, x: np.ndarray) -> list[np.ndarray]:

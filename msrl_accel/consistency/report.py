@@ -217,13 +217,16 @@ class ConsistencyReport:
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         results = [r for r in self.results.values() if r.comparison is not None]
         comparisons = {r.name: r.comparison for r in results if r.comparison is not None}
-        names = [n for n in _float_outputs(list(comparisons.values())) if n != "raw_action"]
+        names = _plotted_outputs(list(comparisons.values()))
         columns = min(3, max(len(names), 1))
         rows = -(-max(len(names), 1) // columns)
-        figure = Figure(figsize=(4.2 * columns, 3.1 * rows + 0.9), dpi=120, layout="constrained")
+        size = (4.2 * columns, 3.1 * rows + 0.9)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+        figure = Figure(figsize=size, dpi=120, layout=layout)
         FigureCanvasAgg(figure)
         figure.suptitle(self.headline, x=0.01, ha="left", fontsize=12, fontweight="bold")
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -231,11 +234,11 @@ class ConsistencyReport:
             _draw_output(ax, name, comparisons)
         for ax in axes[len(names) :]:
             ax.set_axis_off()
-        handles, labels = axes[0].get_legend_handles_labels()
-        if handles:
-            figure.legend(
-                handles, labels, loc="outside lower center", ncols=len(labels), frameon=False
-            )
+        found = [ax.get_legend_handles_labels() for ax in axes]
+        legend = {label: h for handles, labels in found for label, h in zip(labels, handles)}
+        if legend:
+            where: dict[str, Any] = {"loc": "outside lower center", "ncols": len(legend)}
+            figure.legend(list(legend.values()), list(legend), frameon=False, **where)
         return figure
 
     def save_plot(self, path: PathLike) -> Path:
@@ -246,10 +249,16 @@ class ConsistencyReport:
         return Path(path)
 
 
-def _float_outputs(comparisons: list[Comparison]) -> list[str]:
-    names = dict.fromkeys(n for c in comparisons for n in c.outputs)
-    discrete = any(c.spec.action.kind != "continuous" for c in comparisons)
-    return [n for n in names if not (discrete and n == "action")]
+def _plotted_outputs(comparisons: list[Comparison]) -> list[str]:
+    """Outputs that differ anywhere, or all where none does; not the choices of discrete actions."""
+    if not comparisons:
+        return []
+    spec = comparisons[0].spec
+    hidden = {"raw_action"} if spec.action.kind == "continuous" else {"raw_action", "action"}
+    names = [n for n in output_names(spec) if n not in hidden]
+    outputs = [o for c in comparisons for o in c.outputs.values()]
+    differing = {o.name for o in outputs if o.max_abs > 0}
+    return [n for n in names if n in differing] or names
 
 
 def _draw_output(ax: Any, name: str, comparisons: dict[str, Comparison]) -> None:
@@ -266,7 +275,10 @@ def _draw_output(ax: Any, name: str, comparisons: dict[str, Comparison]) -> None
         ends = np.concatenate([x, [1e7]]), np.concatenate([y, [1.0]])
         color = _COLORS[i % len(_COLORS)]
         # Lines that coincide stay visible: later ones are thinner.
-        ax.step(*ends, where="post", color=color, linewidth=4.2 - 0.7 * min(i, 4), label=backend)
+        width = 4.2 - 0.7 * min(i, 4)
+        equal = all(o.bit_equal for o in c.outputs.values())
+        label = f"{backend} (bit-equal)" if equal else backend
+        ax.step(*ends, where="post", color=color, linewidth=width, label=label)
     allowed = {
         t.log_prob if name == "log_prob" else t.absolute
         for t in (c.tolerances for c in comparisons.values())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
-from msrl_accel.config import TrainConfig, resolve_config
 from msrl_accel.consistency.layers import onnx_weights
 from msrl_accel.consistency.reference import NumpyPolicy
 from msrl_accel.errors import ConfigError, MsrlError
@@ -17,6 +17,7 @@ from msrl_accel.export.bundle import Bundle
 from msrl_accel.spaces import PolicySpec
 
 if TYPE_CHECKING:
+    from msrl_accel.config import TrainConfig
     from msrl_accel.policy import Policy
     from msrl_accel.run import Run
 
@@ -25,45 +26,69 @@ BundleLike = Union[Bundle, str, Path]
 
 @dataclass
 class Subject:
-    """What is known of the policy."""
+    """A policy, by what is there of it: a bundle, a run, the training graph."""
 
     name: str
     spec: PolicySpec
     arrays: Mapping[str, np.ndarray]
+    """Weights and statistics; empty where they cannot be read here."""
     activation: str
     observation_clip: float
-    config: TrainConfig | None = None
+    origin: str
+    """Where the training graph is from, for the report."""
     bundle: Bundle | None = None
+    run: Run | None = None
     policy: Policy | None = None
+    """The training graph; None where MindSpore is not here."""
 
     @classmethod
     def of(
-        cls, source: BundleLike | None, run: Run | str | Path | None, policy: Policy | None
+        cls,
+        source: BundleLike | None = None,
+        run: Run | str | Path | None = None,
+        policy: Policy | None = None,
     ) -> Subject:
+        """Gather it; the training graph is `policy`, that of `run`, or that of the bundle.
+
+        Raises:
+            ConfigError: none of the three is given, or `run` is no run.
+            BundleError, CheckpointError: it is damaged, or the run lacks the bundle's checkpoint.
+        """
         bundle = Bundle.open(source) if isinstance(source, (str, Path)) else source
-        config = None
-        if bundle is not None:
-            config = resolve_config(tuned=False, overrides=bundle.manifest["config"])
-        if run is not None:
-            run = _open_run(run)
-            config = run.config
-            if policy is None:
-                which = "last" if bundle is None else bundle.version
-                policy = run.load_policy(which).runtime.policy  # type: ignore[attr-defined]
-        name = str(bundle.path if bundle is not None else run.path if run is not None else "policy")
+        opened = None if run is None else _open_run(run)
+        origin = "given"
+        if policy is None and opened is not None:
+            origin = f"of {opened.path}"
+            policy = _run_policy(opened, bundle)
+        elif policy is None and bundle is not None and _mindspore_is_here():
+            origin = "with the bundle's weights"
+            policy = _bundle_policy(bundle)
+        name = str(bundle.path if bundle else opened.path if opened else "policy")
         if policy is not None:
             activation = str(policy.torso.activation.name).lower()
-            clip, spec, arrays = policy.encoder.clip, policy.spec, policy.arrays()
-            return cls(name, spec, arrays, activation, clip, config, bundle, policy)
-        if bundle is None or config is None:
+            clip, arrays = policy.encoder.clip, policy.arrays()
+            spec = policy.spec
+        elif bundle is not None:
+            options = bundle.manifest["config"]["policy"]
+            activation, clip = options["activation"], options["observation_clip"]
+            spec, arrays = bundle.spec, _onnx_arrays(bundle)
+        else:
             raise ConfigError("nothing to check: give a bundle, a run or a policy")
-        options = config.policy
-        arrays = bundle_arrays(bundle)
-        return cls(
-            name, bundle.spec, arrays, options.activation, options.observation_clip, config, bundle
-        )
+        return cls(name, spec, arrays, activation, clip, origin, bundle, opened, policy)
+
+    @cached_property
+    def config(self) -> TrainConfig | None:
+        """Of the run, which names the environment; None where only a policy was given."""
+        if self.run is not None:
+            return self.run.config
+        if self.bundle is None:
+            return None
+        from msrl_accel.config import resolve_config
+
+        return resolve_config(tuned=False, overrides=self.bundle.manifest["config"])
 
     def numpy_policy(self) -> NumpyPolicy:
+        """The same network in NumPy."""
         return NumpyPolicy(
             self.spec,
             self.arrays,
@@ -78,8 +103,29 @@ def _open_run(run: Run | str | Path) -> Run:
     return run if isinstance(run, Run) else load_run(run)
 
 
-def bundle_arrays(bundle: Bundle) -> dict[str, np.ndarray]:
-    """Weights of a bundle with their shapes; empty where no file can be read here."""
+def _run_policy(run: Run, bundle: Bundle | None) -> Policy:
+    """The policy of the checkpoint that the bundle is from, or of the last one."""
+    runtime: Any = run.load_policy("last" if bundle is None else bundle.version).runtime
+    policy: Policy = runtime.policy
+    return policy
+
+
+def _bundle_policy(bundle: Bundle) -> Policy:
+    from msrl_accel.config import RuntimeConfig
+    from msrl_accel.device import set_up
+    from msrl_accel.export.mindir import policy_of
+
+    set_up(RuntimeConfig())
+    return policy_of(bundle)
+
+
+def _mindspore_is_here() -> bool:
+    from msrl_accel.runtime.load import available_backends
+
+    return available_backends()["graph"][0]
+
+
+def _onnx_arrays(bundle: Bundle) -> dict[str, np.ndarray]:
     file = bundle.file("onnx")
     try:
         return {} if file is None else onnx_weights(file)

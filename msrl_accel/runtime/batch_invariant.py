@@ -7,8 +7,7 @@ each row the same bits at every size and at every place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -42,14 +41,12 @@ class BatchInvariantRuntime:
     ) -> None:
         self.runtime = runtime
         self.spec = runtime.spec
+        self.version = runtime.version
         self.tiles = tuple(sorted(tiles)) if tiles else measure_tiles(runtime, seed=seed)
-
-    @property
-    def version(self) -> int:
-        return self.runtime.version
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
         self.runtime.load_weights(version, arrays)
+        self.version = version
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
         observations = check_inputs(self.spec, observations, noise)
@@ -114,7 +111,7 @@ def _rotated(
         for s in range(0, len(noise), tile)
     ]
     joined = _join(parts)
-    return _each_row(joined, len(noise), lambda x: np.roll(x, -by, axis=0))
+    return _each_row(joined, lambda x: np.roll(x, -by, axis=0))
 
 
 def _random_rows(runtime: PolicyRuntime, n: int, seed: int) -> tuple[Observations, np.ndarray]:
@@ -129,34 +126,32 @@ def _random_rows(runtime: PolicyRuntime, n: int, seed: int) -> tuple[Observation
     return observations, spec.draw_noise(rng, (n,))
 
 
-def _each_row(result: ActResult, n: int, change):  # type: ignore[no-untyped-def]
+def _each_row(result: ActResult, change: Callable[[np.ndarray], np.ndarray]) -> ActResult:
     """Apply `change` to every output that has a row for each observation (log_std has none)."""
-    return replace(
-        result,
-        **{k: change(getattr(result, k)) for k in ("action", "log_prob", "value", "raw_action")},
-        parameters=tuple(change(x) if x.ndim > 1 else x for x in result.parameters),
-    )
+    action, log_prob, value, raw = (change(x) for x in _fixed(result))
+    parameters = tuple(change(x) if x.ndim > 1 else x for x in result.parameters)
+    return ActResult(action, log_prob, value, raw, parameters)
 
 
 def _rows(result: ActResult, n: int) -> ActResult:
-    return _each_row(result, n, lambda x: x[:n])
+    return _each_row(result, lambda x: x[:n])
+
+
+def _fixed(result: ActResult) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    return result.action, result.log_prob, result.value, result.raw_action
 
 
 def _join(parts: Sequence[ActResult]) -> ActResult:
-    first = parts[0]
-    return ActResult(
-        *(
-            np.concatenate([getattr(p, k) for p in parts])
-            for k in ("action", "log_prob", "value", "raw_action")
-        ),
-        parameters=tuple(
-            np.concatenate([p.parameters[i] for p in parts]) if x.ndim > 1 else x
-            for i, x in enumerate(first.parameters)
-        ),
+    action, log_prob, value, raw = (
+        np.concatenate(outputs) for outputs in zip(*(_fixed(p) for p in parts))
     )
+    parameters = tuple(
+        np.concatenate(outputs) if outputs[0].ndim > 1 else outputs[0]
+        for outputs in zip(*(p.parameters for p in parts))
+    )
+    return ActResult(action, log_prob, value, raw, parameters)
 
 
 def _same(a: ActResult, b: ActResult) -> bool:
-    pairs = [(getattr(a, k), getattr(b, k)) for k in ("action", "log_prob", "value", "raw_action")]
-    pairs += list(zip(a.parameters, b.parameters))
+    pairs = [*zip(_fixed(a), _fixed(b)), *zip(a.parameters, b.parameters)]
     return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
