@@ -21,6 +21,10 @@ class ActingPolicy:
         self.runtime = runtime
         self.spec = runtime.spec
         self.rng = np.random.default_rng(seed)
+        # What a call on one observation needs, made once: such a call takes microseconds.
+        self._dimensions = len(self.spec.observations[0].shape)
+        self._zero_noise = self.spec.zero_noise((1,))
+        self._zero_noise.flags.writeable = False
 
     def act(self, observation: Any, deterministic: bool = True) -> np.ndarray:
         """Action for an observation, or actions for a batch of them.
@@ -37,12 +41,14 @@ class ActingPolicy:
             PolicyError: a shape, dtype or key does not fit the policy.
         """
         tensors = self.spec.as_tuple(observation)
-        single = tensors[0].ndim == len(self.spec.observations[0].shape)
+        single = tensors[0].ndim == self._dimensions
         if single:
-            tensors = tuple(x[None] for x in tensors)
-        actions = self.spec.to_environment(
-            self.runtime.act(tensors, self.noise(len(tensors[0]), deterministic)).action
-        )
+            tensors = tuple([x[None] for x in tensors])
+        if deterministic and single:
+            noise = self._zero_noise
+        else:
+            noise = self.noise(len(tensors[0]), deterministic)
+        actions = self.spec.to_environment(self.runtime.act(tensors, noise).action)
         return actions[0] if single else actions
 
     def noise(self, batch: int, deterministic: bool) -> np.ndarray:

@@ -95,6 +95,12 @@ class ActionSpec:
         """Number of components of one action."""
         return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
 
+    @cached_property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lowest and highest value of each component, of the action's shape and dtype."""
+        low, high = (np.array(b, self.dtype).reshape(self.shape) for b in (self.low, self.high))
+        return low, high
+
     @property
     def raw_shape(self) -> tuple[int, ...]:
         """Shape of the action as the distribution draws it, before environment units."""
@@ -174,10 +180,8 @@ class PolicySpec:
         action = self.action
         if action.kind != "continuous":
             return actions.astype(action.dtype)
-        low, high = (
-            np.array(b, action.dtype).reshape(action.shape) for b in (action.low, action.high)
-        )
-        return np.clip(actions.astype(action.dtype), low, high)
+        low, high = action.bounds
+        return np.minimum(np.maximum(actions.astype(action.dtype), low), high)
 
     def draw_noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         """Noise [*shape, noise_size] float32 of the law in `action.noise_kind`."""

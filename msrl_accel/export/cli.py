@@ -261,7 +261,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--precision",
         default="origin",
         metavar="MODE",
-        help="Precision of the OM form: a precision_mode_v2 of ATC, or auto (default: %(default)s).",
+        help="Precision of the OM form: a precision_mode_v2 of ATC, or auto (default: origin).",
     )
     return parser
 
