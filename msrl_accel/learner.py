@@ -48,6 +48,7 @@ class FlatAdam(nn.Cell):
         self.beta2 = Tensor(BETA2, mstype.float32)
         self.concat = ops.Concat()
         self.is_finite = ops.IsFinite()
+        self.half_square_sum = ops.L2Loss()
 
     def flatten(self, tensors: Weights) -> Tensor:
         pieces = []
@@ -76,7 +77,7 @@ class FlatAdam(nn.Cell):
 
     def construct(self, gradients: Weights, step_size: Tensor, epsilon: Tensor) -> Tensor:
         gradient = self.flatten(gradients)
-        norm = ops.sqrt(ops.square(gradient).sum())
+        norm = ops.sqrt(2.0 * self.half_square_sum(gradient))
         finite = self.is_finite(norm)
         scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
         # A product with zero would keep NaN: select before scaling.
