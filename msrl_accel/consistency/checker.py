@@ -17,6 +17,7 @@ from msrl_accel.consistency.episodes import Episodes, episode_parity, play, reco
 from msrl_accel.consistency.invariance import ROWS, check_batch_invariance
 from msrl_accel.consistency.layers import Divergence, first_divergence
 from msrl_accel.consistency.observations import (
+    BATCHES,
     Case,
     make_cases,
     make_observations,
@@ -91,8 +92,8 @@ def check_consistency(
     with contextlib.ExitStack() as stack:
         allowed = {**TOLERANCES, **(tolerances or {})}
         check = _Check(subject, _open_baseline(subject), allowed, seed)
-        check.prepare(observations, rows, tuple(batches))
         opened, missing = _open_backends(subject, backends, check.baseline.name, stack)
+        check.prepare(observations, rows, tuple(batches))
         check.run({**opened, **(runtimes or {})}, episodes, batch_invariance, drift)
         report = check.report()
         report.results.update(

@@ -65,7 +65,7 @@ class Subject:
             policy = _bundle_policy(bundle)
         name = str(bundle.path if bundle else opened.path if opened else "policy")
         if policy is not None:
-            activation = str(policy.torso.activation.name).lower()
+            activation = type(policy.torso.activation).__name__.lower()
             clip, arrays = policy.encoder.clip, policy.arrays()
             spec = policy.spec
         elif bundle is not None:
