@@ -16,10 +16,10 @@ from msrl_accel.runtime.base import ActResult, PolicyRuntime, check_inputs, pad_
 from msrl_accel.spaces import Observations
 
 TILES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
-"""Batch sizes that are tried, largest first. On CPU, MindSpore and Lite agree with the largest
-from 32 rows on (64- and 256-wide layers) or 128 (512-wide); onnxruntime depends on the width too,
-and single rows often take another path."""
-_ROTATIONS = (1, 3, 13)
+"""Batch sizes that are tried, largest first. On CPU, rows of MindSpore agree from 16 to 256 rows on
+(64-wide layers), from 16 to 128 (256-wide) or from 128 to 256 (512-wide); of Lite from 8 on; of
+onnxruntime from 1 or 2 on."""
+_ROTATIONS = (0, 3, 13)
 
 
 class BatchInvariantRuntime:
@@ -76,28 +76,31 @@ def measure_tiles(
 ) -> tuple[int, ...]:
     """Batch sizes at which a row has the same bits, wherever it stands; ascending.
 
-    The largest candidate whose rows do not depend on their place is the reference; smaller ones are
-    taken as long as they agree with it on random rows.
+    Neighbouring candidates that agree on random rows form a group. The first group of two or more
+    is taken, from the largest sizes down; where there is none, the largest size on its own.
 
     Raises:
-        PolicyError: there is none.
+        PolicyError: a row's bits depend on its place at every size.
     """
     ordered = sorted(candidates, reverse=True)
-    observations, noise = _random_rows(runtime, ordered[0], seed)
-    for i, largest in enumerate(ordered):
-        rows = tuple(x[:largest] for x in observations)
-        reference = runtime.act(rows, noise[:largest])
-        if all(
-            _same(reference, _rotated(runtime, rows, noise[:largest], k, largest))
-            for k in _ROTATIONS
-        ):
-            tiles = [largest]
-            for tile in ordered[i + 1 :]:
-                if not _same(reference, _rotated(runtime, rows, noise[:largest], 1, tile)):
-                    break
-                tiles.append(tile)
-            return tuple(reversed(tiles))
-    raise PolicyError(f"{type(runtime).__name__} gives a row other bits at every place of a batch")
+    rows = _random_rows(runtime, ordered[0], seed)
+    groups: list[list[int]] = []
+    reference: ActResult | None = None
+    for tile in ordered:
+        result = _rotated(runtime, *rows, 1, tile)
+        if reference is not None and _same(reference, result):
+            groups[-1].append(tile)
+            continue
+        if groups and len(groups[-1]) > 1:
+            break
+        fixed = all(_same(result, _rotated(runtime, *rows, by, tile)) for by in _ROTATIONS)
+        reference = result if fixed else None
+        groups += [[tile]] if fixed else []
+    if not groups:
+        raise PolicyError(
+            f"{type(runtime).__name__} gives a row other bits at every place of a batch"
+        )
+    return tuple(sorted(max(groups, key=lambda group: len(group))))
 
 
 def _rotated(
