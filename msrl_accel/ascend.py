@@ -153,9 +153,9 @@ def cann_version(toolkit: Path) -> str | None:
     return next((v for v in map(read_version, candidates) if v), None)
 
 
-def installed_version(package: str, root: Path = INSTALL_ROOT) -> str | None:
+def installed_version(package: str) -> str | None:
     """Version of the installed "driver" or "firmware" package; None without one."""
-    return read_version(root / package / "version.info")
+    return read_version(INSTALL_ROOT / package / "version.info")
 
 
 def read_version(file: Path) -> str | None:
