@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import platform
+import shlex
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
-from msrl_accel import __version__
-from msrl_accel.errors import ConfigError, ExportError, MsrlError
-from msrl_accel.export.bundle import MANIFEST, REFERENCE, Bundle, describe_arrays, staged
-from msrl_accel.export.manifest import (
-    FORMATS,
-    KIND,
-    SCHEMA,
-    arrays_digest,
-    describe_graph,
-    file_entry,
-    parse,
-)
-from msrl_accel.export.names import input_names
-from msrl_accel.files import write_bytes_synced
+from msrl_accel.errors import ConfigError, MsrlError
+from msrl_accel.export.bundle import Bundle, staged
+from msrl_accel.export.manifest import FORMATS
+from msrl_accel.export.write import GateError, write_bundle
 from msrl_accel.progress import format_summary
 from msrl_accel.run import Run, WhichCheckpoint
 
@@ -35,12 +21,6 @@ if TYPE_CHECKING:
     from msrl_accel.policy import Policy
 
 PROG = "msrl-export"
-PRECISIONS = ("origin", "auto")
-_PACKAGES = ("mindspore", "numpy", "onnx", "onnxruntime", "gymnasium")
-
-
-class GateError(ExportError):
-    """An exported form does not act as the training graph does."""
 
 
 def export_run(
@@ -58,8 +38,7 @@ def export_run(
     Args:
         run: a run or its directory.
         out: folder to write; by default `bundle` in the run's directory.
-        formats: of 'mindir', 'onnx', 'lite', 'om'. Only the first is needed everywhere else, and
-            is always written.
+        formats: of 'mindir', 'onnx', 'lite', 'om'. MindIR is always written, ONNX with OM.
         checkpoint: 'last', 'best', or a step.
         gate: whether a form that differs from the training graph by more than its tolerance is an
             error; otherwise its failure is recorded.
@@ -80,6 +59,7 @@ def export_run(
         raise ConfigError(f"formats = {unknown[0]!r}: use {', '.join(FORMATS)}")
     target = Path(out) if out is not None else run.path / "bundle"
     policy, step = _policy(run, checkpoint)
+    precision = _precision(run, policy, precision)
     with staged(target, force=force) as folder:
         write_bundle(
             policy,
@@ -93,128 +73,22 @@ def export_run(
     return Bundle.open(target)
 
 
-def write_bundle(
-    policy: Policy,
-    folder: Path,
-    *,
-    version: int,
-    config: dict[str, Any],
-    formats: Sequence[str] = FORMATS,
-    gate: bool = True,
-    precision: str = "origin",
-) -> None:
-    """Write every file of a bundle into an empty folder, the manifest last.
-
-    Args and errors are those of `export_run`; `config` is the resolved training configuration.
-    """
-    from msrl_accel.export.gate import check_parity, make_reference
-    from msrl_accel.runtime.graph import GraphRuntime
-
-    arrays, graph = policy.arrays(), GraphRuntime(policy, version)
-    models, notes = _write_models(policy, folder, formats)
-    reference = make_reference(graph, arrays, policy.output_names)
-    _write_reference(folder / REFERENCE, reference)
-    manifest = {
-        "kind": KIND,
-        "schema": SCHEMA,
-        **describe_graph(policy.spec, input_names(policy.spec), policy.output_names),
-        "normalization": _normalization(arrays, config),
-        "weights": {"version": version, "sha256": arrays_digest(arrays)},
-        "config": config,
-        "seed": config["seed"],
-        "versions": _versions(),
-        "precision": precision,
-        "reference": {"file": REFERENCE, "arrays": describe_arrays(reference)},
-        "files": {file.name: file_entry(file) for file in sorted(folder.iterdir())},
-        "models": models,
-        "notes": notes,
-        "parity": {"gate": gate, "passed": True, "results": {}},
-    }
-    results = check_parity(graph, Bundle(folder, manifest, policy.spec), arrays)
-    failures = [
-        f"{backend}: {problem}" for backend, r in results.items() for problem in r["problems"]
-    ]
-    if failures and gate:
-        raise GateError(
-            "the exported policy does not act as the trained one: "
-            + "; ".join(failures)
-            + ". Nothing was written; --no-gate writes the bundle with this recorded"
-        )
-    manifest["parity"] = {"gate": gate, "passed": not failures, "results": results}
-    data = json.dumps(manifest, indent=2, allow_nan=False).encode() + b"\n"
-    parse(data, folder / MANIFEST)
-    write_bytes_synced(folder / MANIFEST, data)
-
-
 def _policy(run: Run, checkpoint: WhichCheckpoint) -> tuple[Policy, int]:
     runtime: Any = run.load_policy(checkpoint).runtime
     return runtime.policy, runtime.version
 
 
-def _write_models(
-    policy: Policy, folder: Path, formats: Sequence[str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Write each form; file names by backend, and why a form was left out."""
-    from msrl_accel.export.mindir import export_mindir
+def _precision(run: Run, policy: Policy, wanted: str) -> str:
+    """A mode of ATC; 'auto' measures which one the policy bears."""
+    if wanted == "auto":
+        from msrl_accel.consistency import recommend_precision
 
-    models, notes = {"mindir": "policy.mindir"}, {}
-    export_mindir(policy, folder / models["mindir"])
-    if "onnx" in formats:
-        from msrl_accel.export.onnx import export_onnx
+        return recommend_precision(policy, run=run).recommended
+    from msrl_accel.export.om import PRECISIONS
 
-        models["onnx"] = "policy.onnx"
-        export_onnx(policy, folder / models["onnx"])
-    if "lite" in formats:
-        notes.update(_write_lite(policy, folder / "policy_lite.mindir"))
-        if "lite" not in notes:
-            models["lite"] = "policy_lite.mindir"
-    if "om" in formats:
-        notes["om"] = "this version of msrl_accel cannot write OM files"
-    return models, notes
-
-
-def _write_lite(policy: Policy, target: Path) -> dict[str, str]:
-    """Write the file for MindSpore Lite; a note where the graph cannot be written for it."""
-    import mindspore
-
-    from msrl_accel.export.lite import LITE_2_0_LEVEL, LiteExportError, write_lite_mindir
-    from msrl_accel.export.mindir import export_mindir
-    from msrl_accel.runtime import lite
-
-    level = lite.mindir_level(mindspore.__version__) if lite.available()[0] else LITE_2_0_LEVEL
-    source = target.with_name("fixed_batch.mindir")
-    export_mindir(policy, source, batch=1)
-    try:
-        write_lite_mindir(source, target, level=level)
-    except LiteExportError as error:
-        return {"lite": str(error)}
-    finally:
-        source.unlink()
-    return {}
-
-
-def _write_reference(file: Path, arrays: dict[str, np.ndarray]) -> None:
-    with open(file, "xb") as opened:
-        np.savez_compressed(opened, **arrays)  # type: ignore[arg-type]
-
-
-def _normalization(arrays: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, Any] | None:
-    """What normalisation the graph holds: (x - mean) * inverse_std, clipped; None for none."""
-    statistics = {k: v for k, v in arrays.items() if k.startswith("normalizer.")}
-    if not statistics:
-        return None
-    clip = config["policy"]["observation_clip"]
-    return {"in_graph": True, "clip": clip, "sha256": arrays_digest(statistics)}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"msrl_accel": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    if wanted not in PRECISIONS:
+        raise ConfigError(f"precision = {wanted!r}: use auto or one of {', '.join(PRECISIONS)}")
+    return wanted
 
 
 class _Parser(argparse.ArgumentParser):
@@ -307,8 +181,8 @@ def summary(bundle: Bundle) -> str:
         size = bundle.manifest["files"][name]["size"]
         rows[backend] = f"{name}, {size / 1024:,.0f} KB, {_verdict(parity['results'][backend])}"
     for backend, note in bundle.manifest["notes"].items():
-        rows[backend] = f"left out: {note}"
-    rows["check it"] = f"msrl-check {bundle.path}"
+        rows[backend] = f"not here: {note}"
+    rows["check it"] = f"msrl-check {shlex.quote(str(bundle.path))}"
     rows["act"] = (
         "from msrl_accel.runtime.load import load_policy\n"
         f"action = load_policy({str(bundle.path)!r}).act(observation)"
