@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +124,9 @@ def converter_lite_command(
         f"--configFile={config}",
     ]
     if not options.dynamic:
-        command.append(f"--inputShape={';'.join(_shapes(spec, options.batches[0]))}")
+        command.append(
+            f"--inputShape={';'.join(_shapes(spec, options.batches[0], _mindir_names(spec)))}"
+        )
     return command
 
 
@@ -140,18 +143,18 @@ def converter_lite_config(options: OmOptions, spec: PolicySpec) -> str:
         )
     lines = ["[ascend_context]", "input_format=ND"]
     if options.dynamic:
-        shapes = (s.rpartition(":") for s in _shapes(spec, -1))
+        shapes = (s.rpartition(":") for s in _shapes(spec, -1, _mindir_names(spec)))
         lines.append("input_shape=" + ";".join(f"{name}:[{dims}]" for name, _, dims in shapes))
         lines.append("dynamic_dims=" + ",".join(f"[{b}]" for b in options.batches))
     lines.append(f"precision_mode={LITE_PRECISIONS[options.precision]}")
     return "\n".join(lines) + "\n"
 
 
-def _shapes(spec: PolicySpec, batch: int) -> list[str]:
+def _shapes(spec: PolicySpec, batch: int, names: Sequence[str] | None = None) -> list[str]:
     """'name:batch,d1,d2' of every input; ATC splits at semicolons and at the last colon."""
     sizes = [*(o.shape for o in spec.observations), (spec.action.noise_size,)]
     shapes = []
-    for name, shape in zip(input_names(spec), sizes):
+    for name, shape in zip(names or input_names(spec), sizes):
         if ";" in name or any(c.isspace() for c in name):
             raise ExportError(
                 f"observation {name!r} has a space or semicolon in its name, which ATC cannot be "
@@ -161,3 +164,11 @@ def _shapes(spec: PolicySpec, batch: int) -> list[str]:
             raise ExportError(f"observation {name!r} has shape {shape}: ATC takes no size of 0")
         shapes.append(f"{name}:{','.join(map(str, (batch, *shape)))}")
     return shapes
+
+
+def _mindir_names(spec: PolicySpec) -> list[str]:
+    """Inputs of a MindIR file: what follows the colon of their names there.
+
+    They are those of the arguments `*inputs` of the Cell, as its exporter numbers them.
+    """
+    return [f"inputs{i}" for i in range(len(spec.observations) + 1)]

@@ -47,7 +47,8 @@ load_cann() {{
 }}
 
 [ -f {onnx} ] || fail "{onnx} is missing: run this in the bundle's folder"
-echo "{digest}  {onnx}" | sha256sum --check --quiet - || fail "{onnx} was changed: copy it again"
+echo "{digest}  {onnx}" | sha256sum --check --quiet - \\
+  || fail "{onnx} was changed: copy it again"
 """
 
 _LITE = """
@@ -66,7 +67,8 @@ _FIND_SOC = """
 load_cann atc
 if [ -z "${SOC_VERSION:-}" ]; then
   listed="$(npu-smi info 2> /dev/null || true)"
-  name="$(awk -F'|' '$2 ~ /^ *[0-9]+ +[0-9]*[A-Z][A-Za-z0-9]* *$/ {
+  # The first row "NPU Name | Health | ..."; the row of its chip has a bus id in that place.
+  name="$(awk -F'|' '$2 ~ /^ *[0-9]+ +[0-9A-Za-z]+ *$/ && $3 ~ /^ *[A-Za-z]+ *$/ {
     split($2, a, " "); print a[2]; exit }' <<< "$listed")"
   case "$name" in
     "" | Ascend*) fail "the chip is unknown: set SOC_VERSION, for example to Ascend310P3" ;;

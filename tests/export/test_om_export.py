@@ -146,6 +146,15 @@ def test_options_that_atc_does_not_take_are_refused(values, named):
         OmOptions(**values)
 
 
+def test_a_static_batch_of_the_lite_converter_is_an_argument():
+    spec = spec_of(spaces.Discrete(2), spaces.Box(-1, 1, (4,), np.float32))
+    chosen = OmOptions("Ascend310P3", (16,))
+    command = om.converter_lite_command("a.mindir", "b", "c.ini", chosen, spec, target="310p")
+    assert "--optimize=ascend_oriented:310p" in command
+    assert "--inputShape=inputs0:16,4;inputs1:16,2" in command
+    assert "dynamic_dims" not in om.converter_lite_config(chosen, spec)
+
+
 def test_a_name_that_atc_would_split_is_refused():
     spec = spec_of(spaces.Discrete(2), spaces.Dict({"a;b": spaces.Box(-1, 1, (4,), np.float32)}))
     with pytest.raises(ExportError, match=r"'a;b'.*rename"):
@@ -356,8 +365,26 @@ def test_the_script_runs_the_lite_converter(no_cann, bundle_folder, cann):
     assert done.returncode == 0, done.stderr
     section = json.loads((folder / "policy_ascend.mindir").read_text())
     assert section["precision_mode"] == "enforce_origin"
-    assert section["input_shape"] == "arm:angle:[-1,2,2];image:[-1,3,16,16];noise:[-1,4]"
+    assert section["input_shape"] == "inputs0:[-1,2,2];inputs1:[-1,3,16,16];inputs2:[-1,4]"
     assert section["dynamic_dims"] == "[1],[8],[32],[256]"
+
+
+def test_the_inputs_of_a_mindir_file_have_the_names_that_the_converter_is_given(
+    graph_mode, tmp_path
+):
+    from mindspore.train.mind_ir_pb2 import ModelProto
+
+    from msrl_accel.export.mindir import export_mindir
+    from msrl_accel.policy import Policy
+
+    spec = spec_of(ACTION_SPACES["discrete"], DICT)
+    export_mindir(Policy(spec, options(), seed=0), tmp_path / "policy.mindir")
+    model = ModelProto()
+    model.ParseFromString((tmp_path / "policy.mindir").read_bytes())
+    names = [i.name.rpartition(":")[2] for i in model.graph.input]
+    config = om.converter_lite_config(OmOptions(), spec)
+    line = next(x for x in config.splitlines() if x.startswith("input_shape="))
+    assert [item.split(":")[0] for item in line[12:].split(";")] == names
 
 
 def test_a_precision_without_a_name_in_lite_is_refused():
