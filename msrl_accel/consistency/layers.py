@@ -13,7 +13,7 @@ from msrl_accel.consistency.reference import Layer, NumpyPolicy
 from msrl_accel.errors import PolicyError
 from msrl_accel.export.names import WEIGHT_PREFIX, input_names
 from msrl_accel.runtime.base import ActResult
-from msrl_accel.runtime.mindir_weights import weight_slots
+from msrl_accel.runtime.model_weights import weight_slots
 from msrl_accel.spaces import Observations, PolicySpec
 
 LAYER_TOLERANCE = 1e-5

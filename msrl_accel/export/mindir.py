@@ -14,7 +14,7 @@ from msrl_accel.export.bundle import Bundle
 from msrl_accel.export.manifest import arrays_digest
 from msrl_accel.files import write_bytes_atomic
 from msrl_accel.policy import Policy
-from msrl_accel.runtime.mindir_weights import weight_slots
+from msrl_accel.runtime.model_weights import weight_slots
 
 
 def export_mindir(policy: Policy, target: Path, *, batch: int | None = None) -> None:

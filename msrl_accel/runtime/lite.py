@@ -16,7 +16,7 @@ from msrl_accel.runtime.base import ActResult, check_inputs
 from msrl_accel.runtime.lite_engine import Engine, TensorType, open_engine
 from msrl_accel.runtime.lite_setup import LiteError, available, installed_version, setup
 from msrl_accel.runtime.lite_worker import ChildEngine
-from msrl_accel.runtime.mindir_weights import replace_weights
+from msrl_accel.runtime.model_weights import replace_weights
 from msrl_accel.spaces import Observations, PolicySpec
 
 __all__ = ["LiteError", "LiteRuntime", "available", "mindir_level", "setup"]

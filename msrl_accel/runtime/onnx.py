@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from msrl_accel.errors import PolicyError
-from msrl_accel.export.names import WEIGHT_PREFIX, input_names
+from msrl_accel.export.names import input_names
 from msrl_accel.runtime.base import ActResult, check_inputs
+from msrl_accel.runtime.model_weights import ONNX, replace_weights
 from msrl_accel.spaces import Observations, PolicySpec
 
 INSTALL = "pip install 'msrl_accel[onnx]'"
@@ -41,7 +42,7 @@ class OnnxRuntime:
             self._model = Path(model).read_bytes()
         except OSError as error:
             raise PolicyError(f"cannot read the model {model}: {error.strerror}") from error
-        self._start({})
+        self._start(self._model)
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Rebuild the session with other weights, a few milliseconds.
@@ -51,10 +52,11 @@ class OnnxRuntime:
             arrays: by name as `Policy.arrays` gives them.
 
         Raises:
-            PolicyError: a weight has another shape than the model's, or is none of it.
+            PolicyError: a weight is missing or of another size; the old ones then stay.
         """
-        self._start(arrays)
-        self.version = version
+        model = replace_weights(self._model, arrays, ONNX)
+        self._start(model)
+        self._model, self.version = model, version
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
         inputs = check_inputs(self.spec, observations, noise)
@@ -70,7 +72,7 @@ class OnnxRuntime:
         """Release the session."""
         self._run = _closed
 
-    def _start(self, weights: Mapping[str, np.ndarray]) -> None:
+    def _start(self, model: bytes) -> None:
         ort = _import_onnxruntime()
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._threads
@@ -79,21 +81,12 @@ class OnnxRuntime:
         # Threads that wait for the next call would take the time of the environments.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
-        # The session refers to these arrays: they live as long as it does.
-        replaced = {
-            WEIGHT_PREFIX + name: ort.OrtValue.ortvalue_from_numpy(
-                np.ascontiguousarray(array, np.float32)
-            )
-            for name, array in weights.items()
-        }
         try:
-            for name, value in replaced.items():
-                options.add_initializer(name, value)
             session = ort.InferenceSession(self._model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own exceptions have no common base
             raise PolicyError(f"onnxruntime refuses the model: {_words(error)}") from error
         self._check_model(session)
-        self._weights, self._session = replaced, session
+        self._session = session
         self._outputs = [output.name for output in session.get_outputs()]
         self._run = session.run
 

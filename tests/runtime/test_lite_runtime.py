@@ -19,7 +19,7 @@ from msrl_accel.errors import PolicyError
 from msrl_accel.runtime import lite, lite_setup
 from msrl_accel.runtime.lite import LiteError, LiteRuntime
 from msrl_accel.runtime.lite_engine import open_engine
-from msrl_accel.runtime.mindir_weights import replace_weights
+from msrl_accel.runtime.model_weights import replace_weights
 
 BATCHES = (1, 3, 32, 256)
 

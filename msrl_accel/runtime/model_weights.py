@@ -1,48 +1,67 @@
-"""Replacing the weights inside a serialised MindIR model, without MindSpore or protobuf.
+"""Replacing the weights inside a serialised MindIR or ONNX model, without their libraries.
 
-A MindIR file is a protobuf message: ModelProto.graph (field 7) holds the weights
-(GraphProto.parameter, field 3), each a TensorProto with a name (field 7) and raw data (field 9).
-New weights of the same shape fit in the place of the old.
+Both files are protobuf messages: ModelProto.graph (field 7) holds the weights, each a TensorProto
+with a name and raw data. New weights of the same shape fit in the place of the old.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from msrl_accel.errors import PolicyError
+from msrl_accel.export.names import WEIGHT_PREFIX
 
-_GRAPH, _PARAMETER, _NAME, _RAW_DATA = 7, 3, 7, 9
+
+class Layout(NamedTuple):
+    """Numbers of the protobuf fields of a kind of model."""
+
+    weight: int
+    """Of the weights in GraphProto."""
+    name: int
+    """Of a weight's name in TensorProto."""
+    prefix: str = ""
+    """Of the names of weights; other tensors are constants."""
+    graph: int = 7
+    raw_data: int = 9
+
+
+MINDIR = Layout(weight=3, name=7)
+ONNX = Layout(weight=5, name=8, prefix=WEIGHT_PREFIX)
+
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
-def weight_slots(model: bytes | bytearray) -> dict[str, slice]:
+def weight_slots(model: bytes | bytearray, layout: Layout = MINDIR) -> dict[str, slice]:
     """Where the raw data of each weight is, by the weight's name.
 
     Raises:
         PolicyError: the model is truncated or no MindIR file.
     """
     slots = {}
-    for graph in _fields(model, slice(0, len(model)), _GRAPH):
-        for parameter in _fields(model, graph, _PARAMETER):
-            names = [bytes(model[f]).decode() for f in _fields(model, parameter, _NAME)]
-            data = list(_fields(model, parameter, _RAW_DATA))
-            if names and data:
-                slots[names[0].rpartition(":")[2]] = data[0]
+    for graph in _fields(model, slice(0, len(model)), layout.graph):
+        for weight in _fields(model, graph, layout.weight):
+            names = [bytes(model[f]).decode() for f in _fields(model, weight, layout.name)]
+            data = list(_fields(model, weight, layout.raw_data))
+            if names and data and names[0].startswith(layout.prefix):
+                slots[names[0][len(layout.prefix) :].rpartition(":")[2]] = data[0]
     if not slots:
-        raise PolicyError("the model holds no weights; it is no MindIR file of a policy")
+        raise PolicyError("the model holds no weights; it is no file of a policy")
     return slots
 
 
-def replace_weights(model: bytes, arrays: Mapping[str, np.ndarray]) -> bytes:
+def replace_weights(
+    model: bytes, arrays: Mapping[str, np.ndarray], layout: Layout = MINDIR
+) -> bytes:
     """The model with every weight taken from `arrays`, named as `Policy.arrays` names them.
 
     Raises:
         PolicyError: a weight of the model is missing in `arrays`, or has another size.
     """
     patched = bytearray(model)
-    for name, slot in weight_slots(model).items():
+    for name, slot in weight_slots(model, layout).items():
         if name not in arrays:
             raise PolicyError(f"weight {name!r} is missing; the weights are of another policy")
         data = np.ascontiguousarray(arrays[name], np.float32).tobytes()
