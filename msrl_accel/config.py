@@ -279,6 +279,9 @@ def build_parser(
     start.add_argument("--resume", metavar="RUN", help="Run directory to continue.")
     start.add_argument("--config", metavar="FILE", help="YAML file of the keys below.")
     parser.add_argument(
+        "--rollout-runtime", metavar="ENGINE", help=fields_of(RuntimeConfig)["rollout"].doc
+    )
+    parser.add_argument(
         "--no-tuned",
         dest="tuned",
         action="store_false",
@@ -316,6 +319,8 @@ def config_from_args(
             flag = "--" + name.replace("_", "-")
             text = isinstance(value, str) and name not in _TEXT_FLAGS
             layers.append(_Layer(flag, {name: _flag_value(name, value) if text else value}))
+    if args.rollout_runtime is not None:
+        layers.append(_Layer("--rollout-runtime", {"runtime.rollout": args.rollout_runtime}))
     layers += [_assignment(text) for text in args.assignments]
     start = args.config if config_file is None else config_file
     return _resolve(layers, start, args.tuned, algorithm_sections)

@@ -72,6 +72,8 @@ class RuntimeConfig(Section):
     """Device target of MindSpore."""
     threads: int = Field(1, ge=1)
     """Threads of an operator on CPU; more than 1 helps large networks only."""
+    rollout: str = Field("auto", choices=("auto", "graph", "onnx", "lite"))
+    """Engine of the rollout; auto takes onnx where it is installed and agrees with the graph."""
 
 
 class TrainConfig(Section):

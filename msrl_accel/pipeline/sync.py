@@ -21,8 +21,8 @@ from msrl_accel.normalize import RewardNormalizer
 from msrl_accel.observation_statistics import ObservationStatistics
 from msrl_accel.progress import Progress
 from msrl_accel.rollout import Collector
+from msrl_accel.rollout_engine import RolloutEngine
 from msrl_accel.run import POLICY_PREFIX, Run, policy_arrays
-from msrl_accel.runtime.graph import GraphRuntime
 from msrl_accel.signals import GracefulStop
 from msrl_accel.spaces import PolicySpec
 
@@ -63,7 +63,7 @@ class SyncTrainer:
         config = self.config
         self.spec = PolicySpec.from_spaces(self.env.observation_space, self.env.action_space)
         self.algorithm = algorithm_class(config.algo)(config, self.spec)
-        self.runtime = GraphRuntime(self.algorithm.policy)
+        self.engine = RolloutEngine(self.algorithm.policy, config.runtime.rollout, config.n_envs)
         noise_seed, shuffle_seed = np.random.SeedSequence(config.seed).spawn(2)
         self.shuffle_rng = np.random.default_rng(shuffle_seed)
         self.reward_normalizer = None
@@ -72,7 +72,7 @@ class SyncTrainer:
             self.reward_normalizer = RewardNormalizer(config.n_envs, gamma, config.reward.clip)
         self.collector = Collector(
             self.env,
-            self.runtime,
+            self.engine.runtime,
             self.algorithm.n_steps,
             np.random.default_rng(noise_seed),
             self.reward_normalizer,
@@ -137,7 +137,7 @@ class SyncTrainer:
             self.statistics.update(trajectories)
         self.step += int(trajectories.valid.sum())
         self.iteration += 1
-        self.runtime.version = self.iteration
+        self.engine.publish(self.iteration)
         return {
             **self.collector.episodes.summary(),
             **{f"{self.config.algo}/{name}": value for name, value in losses.items()},
@@ -157,7 +157,7 @@ class SyncTrainer:
     def evaluate(self, deterministic: bool) -> Evaluation:
         """Separate episodes, in environments of their own."""
         return evaluate_run_policy(
-            self.runtime,
+            self.engine.runtime,
             self.config,
             self.config.evaluation.episodes,
             deterministic=deterministic,
@@ -216,11 +216,12 @@ class SyncTrainer:
             self.statistics.restore(state["statistics"])
         # Other seeds than the first reset's: new episodes must not repeat the run's first ones.
         exact = self.collector.restore(state["collector"], self.config.seed + 1 + self.iteration)
-        self.runtime.version = self.iteration
+        self.engine.publish(self.iteration)
         if not exact:
             logger.warning(
                 "%s cannot save its state: its environments start new episodes", self.config.env
             )
 
     def close(self) -> None:
+        self.engine.close()
         self.env.close()

@@ -82,7 +82,7 @@ class OnnxRuntime:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
         try:
-            session = ort.InferenceSession(self._model, options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own exceptions have no common base
             raise PolicyError(f"onnxruntime refuses the model: {_words(error)}") from error
         self._check_model(session)

@@ -1,0 +1,123 @@
+"""The engine that training rolls out with: the training graph, or one that deploys it."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from msrl_accel.errors import ConfigError, MsrlError
+from msrl_accel.policy import Policy
+from msrl_accel.runtime.base import ActResult, PolicyRuntime
+from msrl_accel.runtime.graph import GraphRuntime
+
+logger = logging.getLogger("msrl_accel")
+
+PARITY_TOLERANCE = 1e-5
+"""Largest difference of a log-probability or value from the training graph's, per unit of size."""
+
+
+class RolloutEngine:
+    """A runtime that follows a policy in training.
+
+    Args:
+        policy: the Cell that training updates.
+        kind: 'graph' rolls out with that Cell. 'onnx' and 'lite' export it once and are handed the
+            weights after each update; they must agree with it at the start. 'auto' is 'onnx' where
+            it is installed and agrees, else 'graph'.
+        batch: rows of each call.
+
+    Raises:
+        ConfigError: the engine asked for is missing, or does not agree with the training graph.
+    """
+
+    def __init__(self, policy: Policy, kind: str, batch: int) -> None:
+        self.policy = policy
+        self.kind, self.runtime = "graph", self._graph()
+        if kind == "graph":
+            return
+        try:
+            runtime = _EXPORTED["onnx" if kind == "auto" else kind](policy)
+        except MsrlError as error:
+            if kind != "auto":
+                raise ConfigError(f"runtime.rollout = {kind!r}: {error}") from error
+            logger.info("rolling out with the training graph: %s", error)
+            return
+        difference = parity(self.runtime, runtime, batch)
+        if difference <= PARITY_TOLERANCE:
+            self.kind, self.runtime = ("onnx" if kind == "auto" else kind), runtime
+            return
+        runtime.close()
+        message = (
+            f"runtime.rollout = {kind!r}: differs from the training graph by {difference:.1e} "
+            f"(tolerance {PARITY_TOLERANCE:g})"
+        )
+        if kind != "auto":
+            raise ConfigError(f"{message}; use graph")
+        logger.warning("%s; rolling out with the training graph", message)
+
+    def _graph(self) -> PolicyRuntime:
+        return GraphRuntime(self.policy)
+
+    def publish(self, version: int) -> None:
+        """Let the engine act with the policy's present weights and statistics."""
+        if self.kind == "graph":  # it shares them
+            self.runtime.version = version
+        else:
+            self.runtime.load_weights(version, self.policy.arrays())
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+def parity(graph: PolicyRuntime, other: PolicyRuntime, batch: int) -> float:
+    """Largest difference between two runtimes on random observations, relative above size 1."""
+    rng = np.random.default_rng(0)
+    observations = tuple(
+        rng.integers(0, 256, (batch, *o.shape), np.uint8)
+        if o.dtype == "uint8"
+        else rng.standard_normal((batch, *o.shape), dtype=np.float32)
+        for o in graph.spec.observations
+    )
+    noise = graph.spec.draw_noise(rng, (batch,))
+    ours, theirs = (_floats(r.act(observations, noise)) for r in (graph, other))
+    return max(
+        float(np.max(np.abs(a - b) / np.maximum(np.abs(a), 1.0))) for a, b in zip(ours, theirs)
+    )
+
+
+def _floats(result: ActResult) -> list[np.ndarray]:
+    return [result.log_prob, result.value, *result.parameters]
+
+
+def _onnx(policy: Policy) -> PolicyRuntime:
+    from msrl_accel.export.onnx import export_onnx
+    from msrl_accel.runtime.onnx import OnnxRuntime
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "policy.onnx"
+        export_onnx(policy, file)
+        return OnnxRuntime(file, policy.spec)
+
+
+def _lite(policy: Policy) -> PolicyRuntime:
+    import mindspore
+
+    from msrl_accel.export.lite import write_lite_mindir
+    from msrl_accel.export.mindir import export_mindir
+    from msrl_accel.runtime import lite
+
+    usable, reason = lite.available()
+    if not usable:
+        raise ConfigError(reason)
+    with tempfile.TemporaryDirectory() as folder:
+        source, file = Path(folder) / "fixed.mindir", Path(folder) / "policy.mindir"
+        export_mindir(policy, source, batch=1)
+        write_lite_mindir(source, file, level=lite.mindir_level(mindspore.__version__))
+        return lite.LiteRuntime(file, policy.spec)
+
+
+_EXPORTED: Mapping[str, Callable[[Policy], PolicyRuntime]] = {"onnx": _onnx, "lite": _lite}

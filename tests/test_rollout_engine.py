@@ -1,0 +1,77 @@
+"""Rolling out with the engine that deploys the policy."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from policy_helpers import ACTION_SPACES, options, spec_of
+
+from msrl_accel.errors import ConfigError
+from msrl_accel.policy import Policy
+from msrl_accel.rollout_engine import RolloutEngine, parity
+from msrl_accel.runtime import lite
+from msrl_accel.runtime.graph import GraphRuntime
+
+
+def make_policy(action):
+    chosen = options(normalize_observations=True, hidden_sizes=(8, 8))
+    return Policy(spec_of(ACTION_SPACES[action]), chosen, seed=0)
+
+
+def perturb(policy, seed=0):
+    """Every weight and statistic changed, as training would."""
+    rng = np.random.default_rng(seed)
+    arrays = policy.arrays()
+    policy.load_arrays({k: v * rng.uniform(0.9, 1.1, v.shape) for k, v in arrays.items()})
+
+
+@pytest.mark.parametrize("action", ["discrete", "multi_discrete", "multi_binary", "box"])
+def test_onnx_follows_the_policy_from_update_to_update(action):
+    policy = make_policy(action)
+    engine = RolloutEngine(policy, "onnx", batch=4)
+    assert engine.kind == "onnx"
+    for version in (1, 2):
+        before = engine.runtime
+        perturb(policy, version)
+        engine.publish(version)
+        assert engine.runtime is before and engine.runtime.version == version
+        assert parity(GraphRuntime(policy), engine.runtime, 4) <= 1e-5
+    engine.close()
+
+
+def test_lite_follows_the_policy():
+    usable, reason = lite.available()
+    if not usable:
+        pytest.skip(reason)
+    policy = make_policy("discrete")
+    engine = RolloutEngine(policy, "lite", batch=4)
+    perturb(policy)
+    engine.publish(1)
+    assert engine.kind == "lite"
+    assert parity(GraphRuntime(policy), engine.runtime, 4) <= 1e-5
+    engine.close()
+
+
+def test_without_onnxruntime_auto_is_the_graph_and_onnx_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    policy = make_policy("discrete")
+    assert RolloutEngine(policy, "auto", batch=4).kind == "graph"
+    with pytest.raises(ConfigError, match=r"runtime.rollout = 'onnx'.*pip install"):
+        RolloutEngine(policy, "onnx", batch=4)
+
+
+def test_an_engine_that_disagrees_is_not_used(monkeypatch, caplog):
+    import msrl_accel.rollout_engine as module
+
+    def other_policy(policy):
+        perturbed = make_policy("discrete")
+        perturb(perturbed)
+        return GraphRuntime(perturbed)
+
+    monkeypatch.setattr(module, "_EXPORTED", {"onnx": other_policy})
+    assert RolloutEngine(make_policy("discrete"), "auto", batch=4).kind == "graph"
+    assert "differs from the training graph" in caplog.text
+    with pytest.raises(ConfigError, match="differs from the training graph"):
+        RolloutEngine(make_policy("discrete"), "onnx", batch=4)
