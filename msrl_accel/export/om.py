@@ -166,10 +166,15 @@ def export_om(
     }
 
 
-def add_om(bundle: Path | str, om: Path | str) -> Bundle:
+def add_om(bundle: Path | str, om: Path | str, options: OmOptions | None = None) -> Bundle:
     """Put an OM file that was built elsewhere into its bundle.
 
     It is recorded as not checked: run msrl-check with the backend om on the device.
+
+    Args:
+        bundle: the folder.
+        om: the file.
+        options: what it was built with; None for what the bundle's script has.
 
     Raises:
         BundleError: no bundle, or the file cannot be read or is empty.
@@ -187,7 +192,14 @@ def add_om(bundle: Path | str, om: Path | str) -> Bundle:
     manifest["files"][OM_FILE] = file_entry(target)
     manifest["models"]["om"] = OM_FILE
     manifest["notes"].pop("om", None)
-    manifest.setdefault("om", {}).update(file=OM_FILE, status="added", reason=None)
+    record = manifest.setdefault("om", {})
+    record.update(file=OM_FILE, status="added", reason=None)
+    if options is not None:
+        record.update(
+            batches=list(options.batches),
+            precision=options.precision,
+            soc_version=options.soc_version,
+        )
     manifest["parity"].setdefault("results", {})["om"] = {
         "passed": None,
         "reason": f"run `msrl-check {opened.path} --backends om` on the device",
@@ -295,7 +307,7 @@ def _build(args: argparse.Namespace) -> int:
     options = OmOptions(soc_version=args.soc_version, batches=batches, precision=precision)
     with tempfile.TemporaryDirectory() as scratch:
         om = build_om(_onnx_of(bundle), Path(scratch) / OM_FILE, options, bundle.spec)
-        add_om(bundle.path, om)
+        add_om(bundle.path, om, options)
     print(f"{bundle.path / OM_FILE}: check it on the device with msrl-check --backends om")
     return 0
 

@@ -479,7 +479,9 @@ def test_command_line(tmp_path, bundle_folder, cann, capsys):
     assert om.main(["check", str(folder)]) == 0
     assert "AIPP" in capsys.readouterr().out
     assert om.main(["build", str(folder), "--batches", "1,4"]) == 0
-    assert om.Bundle.open(folder).manifest["models"]["om"] == "policy.om"
+    manifest = om.Bundle.open(folder).manifest
+    assert manifest["models"]["om"] == "policy.om"
+    assert manifest["om"]["batches"] == [1, 4]
     log = tmp_path / "atc.log"
     log.write_text("E10016: [PID: 1] Opname x\n")
     assert om.main(["explain", str(log)]) == 0
@@ -536,3 +538,15 @@ def test_the_stand_in_is_strict(tmp_path, cann):
         )
         assert done.returncode != 0
         assert code in done.stdout
+
+
+def test_a_policy_that_atc_cannot_take_is_exported_without_om(graph_mode, tmp_path):
+    from msrl_accel.export.write import write_bundle
+    from msrl_accel.policy import Policy
+
+    space = spaces.Dict({"arm angle": spaces.Box(-1, 1, (2,), np.float32)})
+    policy = Policy(spec_of(spaces.Discrete(2), space), options(), seed=0)
+    write_bundle(policy, tmp_path, version=1, config={"seed": 0}, formats=("onnx", "om"))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert "'arm angle' has a space" in manifest["notes"]["om"]
+    assert set(manifest["models"]) == {"mindir", "onnx"}
