@@ -109,13 +109,17 @@ def _write_forms(
         return {"models": models, "notes": notes}
     from msrl_accel.export.om import export_om
 
-    om = export_om(
-        folder / models["onnx"],
-        folder / models["mindir"],
-        folder,
-        policy.spec,
-        precision=precision,
-    )
+    try:
+        om = export_om(
+            folder / models["onnx"],
+            folder / models["mindir"],
+            folder,
+            policy.spec,
+            precision=precision,
+        )
+    except ExportError as error:  # the other forms are of use without it
+        notes["om"] = str(error)
+        return {"models": models, "notes": notes}
     if om["file"] is None:
         notes["om"] = f"{om['script']} builds it on a CANN host ({om['reason']})"
     else:
