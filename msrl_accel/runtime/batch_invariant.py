@@ -100,7 +100,8 @@ def measure_tiles(
         raise PolicyError(
             f"{type(runtime).__name__} gives a row other bits at every place of a batch"
         )
-    return tuple(sorted(max(groups, key=lambda group: len(group))))
+    best: list[int] = max(groups, key=len)
+    return tuple(sorted(best))
 
 
 def _rotated(
