@@ -106,7 +106,7 @@ class NumpyPolicy:
         a = self.arithmetic
         self._arrays = {}
         for name, array in arrays.items():
-            x = np.array(array, a.dtype)
+            x: np.ndarray = np.array(array, a.dtype)
             self._arrays[name] = a.weight(x) if name.endswith(".weight") else a.vector(x)
         self.version = version
 
