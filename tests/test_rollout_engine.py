@@ -15,6 +15,9 @@ from msrl_accel.runtime import lite
 from msrl_accel.runtime.graph import GraphRuntime
 
 
+pytestmark = pytest.mark.usefixtures("graph_mode")
+
+
 def make_policy(action):
     chosen = options(normalize_observations=True, hidden_sizes=(8, 8))
     return Policy(spec_of(ACTION_SPACES[action]), chosen, seed=0)
@@ -56,10 +59,9 @@ def test_lite_follows_the_policy():
 
 def test_without_onnxruntime_auto_is_the_graph_and_onnx_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    policy = make_policy("discrete")
-    assert RolloutEngine(policy, "auto", batch=4).kind == "graph"
+    assert RolloutEngine(make_policy("discrete"), "auto", batch=4).kind == "graph"
     with pytest.raises(ConfigError, match=r"runtime.rollout = 'onnx'.*pip install"):
-        RolloutEngine(policy, "onnx", batch=4)
+        RolloutEngine(make_policy("discrete"), "onnx", batch=4)
 
 
 def test_an_engine_that_disagrees_is_not_used(monkeypatch, caplog):
