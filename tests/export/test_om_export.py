@@ -1,20 +1,18 @@
-"""ATC's command line, its stand-in, the script, the check of the ONNX file, and the error codes."""
+"""ATC's command line, its stand-in, its error codes, and OM files in bundles."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import stat
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
+from om_helpers import DICT, install, write_onnx
 from policy_helpers import ACTION_SPACES, VECTOR, options, spec_of
 
 from msrl_accel.errors import BundleError, ConfigError, ExportError
@@ -24,82 +22,6 @@ from msrl_accel.export.atc_errors import REMEDIES, explain
 from msrl_accel.export.names import input_names
 from msrl_accel.export.om import AtcError, OmOptions, atc_command, build_om, export_om
 from msrl_accel.export.onnx_check import check_onnx_for_atc
-
-onnx = pytest.importorskip("onnx")
-from onnx import TensorProto, helper  # noqa: E402
-
-FAKE = Path(__file__).with_name("fake_atc.py")
-DICT = spaces.Dict(
-    image=spaces.Box(0, 255, (3, 16, 16), np.uint8),
-    **{"arm:angle": spaces.Box(-1, 1, (2, 2), np.float32)},
-)
-NPU_SMI_310P = """\
-+--------------------------------------------------------------------------------------------------------+
-| npu-smi 24.1.0                                   Version: 24.1.0                                       |
-+-------------------------------+-----------------+------------------------------------------------------+
-| NPU     Name                  | Health          | Power(W)     Temp(C)           Hugepages-Usage(page) |
-| Chip    Device                | Bus-Id          | AICore(%)    Memory-Usage(MB)                        |
-+===============================+=================+======================================================+
-| 0       310P3                 | OK              | NA           45                0     / 0             |
-| 0       0                     | 0000:01:00.0    | 0            1437 / 21527                            |
-+===============================+=================+======================================================+
-"""  # noqa: E501
-
-
-def write_onnx(path, spec, *, opset=11, nodes=None, types=None):
-    """A file with the inputs of a policy and an operator on each."""
-    kinds = [*(o.dtype for o in spec.observations), "float32"]
-    shapes = [*(o.shape for o in spec.observations), (spec.action.noise_size,)]
-    proto = {"uint8": TensorProto.UINT8, "float32": TensorProto.FLOAT}
-    inputs = [
-        helper.make_tensor_value_info(name, proto[kind], ["batch", *shape])
-        for name, kind, shape in zip(input_names(spec), kinds, shapes)
-    ]
-    outputs = [
-        helper.make_tensor_value_info(f"out{i}", i_.type.tensor_type.elem_type, None)
-        for i, i_ in enumerate(inputs)
-    ]
-    chain = [helper.make_node("Identity", [i.name], [f"out{n}"]) for n, i in enumerate(inputs)]
-    graph = helper.make_graph([*(nodes or []), *chain], "policy", inputs, outputs)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
-    onnx.save(model, str(path))
-    return path
-
-
-def install(folder, name, text):
-    folder.mkdir(exist_ok=True)
-    file = folder / name
-    file.write_text(text)
-    file.chmod(file.stat().st_mode | stat.S_IXUSR)
-    return file
-
-
-@pytest.fixture
-def cann(tmp_path, monkeypatch):
-    """The stand-ins for atc and npu-smi on PATH; the folder that they are in."""
-    folder = tmp_path / "cann bin"
-    source = FAKE.read_text().split("\n", 1)[1]
-    install(folder, "atc", f"#!{sys.executable}\n{source}")
-    install(folder, "npu-smi", f"#!/bin/sh\ncat <<'END'\n{NPU_SMI_310P}END\n")
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_ATC_SAW", str(tmp_path / "saw.json"))
-    return folder
-
-
-@pytest.fixture
-def no_cann(monkeypatch, tmp_path):
-    monkeypatch.setattr(om.ascend, "INSTALL_ROOT", tmp_path / "nothing")
-    for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-
-@pytest.fixture
-def bundle_folder(tmp_path):
-    spec = spec_of(ACTION_SPACES["discrete"], DICT)
-    folder = tmp_path / "my bundle"
-    folder.mkdir()
-    return folder, write_onnx(folder / "policy.onnx", spec), spec
 
 
 def test_command_of_a_box_observation():
@@ -258,117 +180,6 @@ def test_with_cann_but_no_device_the_script_waits_for_the_chip(cann, bundle_fold
     assert "--soc-version" in result["reason"]
 
 
-def run_script(folder, *arguments, **environment):
-    return subprocess.run(
-        ["bash", str(folder / "build_om.sh"), *arguments],
-        cwd="/",
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_script_gives_atc_the_same_arguments(no_cann, bundle_folder, cann, tmp_path):
-    folder, model, spec = bundle_folder
-    chosen = OmOptions("Ascend310P3", (2, 4), "fp16")
-    om.write_build_script(
-        folder / "build_om.sh", model, atc_command("policy.onnx", "policy", chosen, spec)
-    )
-    done = run_script(folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    saw = json.loads((tmp_path / "saw.json").read_text())
-    direct = dict(a[2:].split("=", 1) for a in atc_command(model, "x", chosen, spec)[1:])
-    assert {k: v for k, v in saw.items() if k != "output"} == {
-        k: v for k, v in direct.items() if k != "output"
-    }
-    assert (folder / "policy.om").read_bytes().startswith(b"IMOD")
-    assert "kernel_meta" not in {f.name for f in folder.iterdir()}
-
-
-def test_the_script_finds_the_chip_or_is_told(no_cann, bundle_folder, cann, tmp_path):
-    folder, model, spec = bundle_folder
-    command = atc_command("policy.onnx", "policy", OmOptions(), spec)
-    om.write_build_script(folder / "build_om.sh", model, command)
-    assert run_script(folder).returncode == 0
-    assert json.loads((tmp_path / "saw.json").read_text())["soc_version"] == "Ascend310P3"
-    assert run_script(folder, SOC_VERSION="Ascend910B4").returncode == 0
-    assert json.loads((tmp_path / "saw.json").read_text())["soc_version"] == "Ascend910B4"
-    install(cann, "npu-smi", "#!/bin/sh\nexit 1\n")
-    done = run_script(folder)
-    assert done.returncode == 1
-    assert "set SOC_VERSION" in done.stderr
-
-
-def test_the_script_explains_a_failure_and_keeps_the_log(no_cann, bundle_folder, cann):
-    folder, model, spec = bundle_folder
-    export_om(model, None, folder, spec, options=OmOptions("Ascend310P3"))
-    (folder / "policy.om").unlink()
-    done = run_script(folder, FAKE_ATC_FAIL="E10501")
-    assert done.returncode == 1
-    assert "E10501" in done.stdout
-    assert "see build_om.log" in done.stderr
-    assert "E10501" in (folder / "build_om.log").read_text()
-    assert not (folder / "policy.om").exists()
-
-
-def test_the_script_refuses_a_changed_model(no_cann, bundle_folder, cann):
-    folder, model, spec = bundle_folder
-    export_om(model, None, folder, spec)
-    model.write_bytes(model.read_bytes() + b" ")
-    done = run_script(folder)
-    assert done.returncode == 1
-    assert "copy it again" in done.stderr
-
-
-def test_the_script_loads_cann_by_its_set_env(no_cann, bundle_folder, cann, tmp_path, monkeypatch):
-    folder, model, spec = bundle_folder
-    command = atc_command("policy.onnx", "policy", OmOptions("Ascend310P3"), spec)
-    om.write_build_script(folder / "build_om.sh", model, command)
-    path = os.environ["PATH"].split(os.pathsep, 1)[1]
-    done = run_script(folder, PATH=path)
-    assert done.returncode == 1
-    assert "install CANN" in done.stderr
-    toolkit = tmp_path / "Ascend" / "ascend-toolkit"
-    toolkit.mkdir(parents=True)
-    # As CANN's own: it reads a variable that is not set.
-    text = f'export LD_LIBRARY_PATH="$NEVER_SET_BEFORE"\nexport PATH="{cann}:$PATH"\n'
-    (toolkit / "set_env.sh").write_text(text)
-    assert run_script(folder, PATH=path, HOME=str(tmp_path)).returncode == 0
-
-
-FAKE_CONVERTER = """\
-import configparser, json, re, sys
-known = {"fmk", "modelFile", "outputFile", "saveType", "optimize", "configFile", "inputShape"}
-options = dict(a[2:].split("=", 1) for a in sys.argv[1:])
-assert set(options) <= known, options
-assert options["fmk"] == "MINDIR" and options["saveType"] == "MINDIR"
-assert re.fullmatch(r"ascend_oriented(:\\w+)?", options["optimize"])
-config = configparser.ConfigParser()
-config.read(options["configFile"])
-section = dict(config["ascend_context"])
-assert section["precision_mode"] in (
-    "enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
-assert section["input_format"] in ("NCHW", "NHWC", "ND")
-for item in section.get("input_shape", "a:[1]").split(";"):
-    assert re.fullmatch(r"[^;]+:\\[-?\\d+(,\\d+)*\\]", item), item
-open(options["outputFile"] + ".mindir", "w").write(json.dumps(section))
-"""
-
-
-def test_the_script_runs_the_lite_converter(no_cann, bundle_folder, cann):
-    folder, model, spec = bundle_folder
-    (folder / "policy.mindir").write_bytes(b"mindir")
-    export_om(model, folder / "policy.mindir", folder, spec)
-    install(cann, "converter_lite", f"#!{sys.executable}\n{FAKE_CONVERTER}")
-    done = run_script(folder, "lite")
-    assert done.returncode == 0, done.stderr
-    section = json.loads((folder / "policy_ascend.mindir").read_text())
-    assert section["precision_mode"] == "enforce_origin"
-    assert section["input_shape"] == "inputs0:[-1,2,2];inputs1:[-1,3,16,16];inputs2:[-1,4]"
-    assert section["dynamic_dims"] == "[1],[8],[32],[256]"
-
-
 def test_the_inputs_of_a_mindir_file_have_the_names_that_the_converter_is_given(
     graph_mode, tmp_path
 ):
@@ -391,54 +202,6 @@ def test_a_precision_without_a_name_in_lite_is_refused():
     spec = spec_of(spaces.Discrete(2))
     with pytest.raises(ConfigError, match="cube_fp16in_fp32out"):
         om.converter_lite_config(OmOptions(precision="cube_fp16in_fp32out"), spec)
-
-
-def findings(path, **kwargs):
-    return {(f.level, f.where): f.message for f in check_onnx_for_atc(path, **kwargs)}
-
-
-def test_operator_sets_outside_the_range_are_errors(tmp_path):
-    spec = spec_of(spaces.Discrete(2))
-    assert not check_onnx_for_atc(write_onnx(tmp_path / "a.onnx", spec))
-    new = write_onnx(tmp_path / "b.onnx", spec, opset=19)
-    assert "9 to 18" in findings(new)["error", "opset"]
-    middle = write_onnx(tmp_path / "c.onnx", spec, opset=14)
-    assert "9 to 13" in findings(middle, cann="6.0.1")["error", "opset"]
-    assert ("warning", "opset") in findings(middle, cann="12.1")
-
-
-def test_unlisted_operators_types_and_axes_are_named(tmp_path):
-    spec = spec_of(spaces.Discrete(2))
-    nodes = [
-        helper.make_node("SequenceConstruct", ["noise"], ["sequence"]),
-        helper.make_node("Cast", ["noise"], ["indices"], to=TensorProto.INT64),
-        helper.make_node("Constant", [], ["depth"], value_int=2),
-        helper.make_node("Constant", [], ["values"], value_floats=[0.0, 1.0]),
-        helper.make_node("OneHot", ["indices", "depth", "values"], ["hot"], axis=-1),
-        helper.make_node("ArgMax", ["indices"], ["largest"]),
-        helper.make_node("Cast", ["noise"], ["double"], to=TensorProto.DOUBLE),
-        helper.make_node("Neg", ["double"], ["negative"]),
-    ]
-    model = write_onnx(tmp_path / "a.onnx", spec, opset=12, nodes=nodes)
-    found = findings(model)
-    assert "not among the documented operators" in found["warning", "SequenceConstruct"]
-    assert "int64" in found["warning", "ArgMax"]
-    assert "float64" in found["warning", "Neg"]
-    assert ("warning", "OneHot") not in found
-    assert "int32 only" in findings(model, cann="9.0.0")["warning", "OneHot"]
-
-
-def test_images_are_pointed_out(bundle_folder):
-    _, model, _ = bundle_folder
-    assert "AIPP" in findings(model)["warning", "input image"]
-
-
-def test_what_is_no_onnx_or_no_version_is_one_line(tmp_path):
-    (tmp_path / "bad.onnx").write_bytes(b"\xffno")
-    with pytest.raises(ExportError, match=r"bad\.onnx"):
-        check_onnx_for_atc(tmp_path / "bad.onnx")
-    with pytest.raises(ExportError, match="latest"):
-        check_onnx_for_atc(tmp_path / "bad.onnx", cann="latest")
 
 
 @pytest.mark.parametrize("kind", ["discrete", "multi_discrete", "multi_binary", "box"])
