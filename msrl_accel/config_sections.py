@@ -74,6 +74,8 @@ class RuntimeConfig(Section):
     """Threads of an operator on CPU; more than 1 helps large networks only."""
     rollout: str = Field("auto", choices=("auto", "graph", "onnx", "lite"))
     """Engine of the rollout; auto takes onnx where it is installed and agrees with the graph."""
+    batch_invariant: bool = Field(False)
+    """Whether the rollout's result for an observation must not depend on the batch it is in."""
 
 
 class TrainConfig(Section):

@@ -12,6 +12,7 @@ import numpy as np
 from msrl_accel.errors import ConfigError, MsrlError
 from msrl_accel.policy import Policy
 from msrl_accel.runtime.base import ActResult, PolicyRuntime
+from msrl_accel.runtime.batch_invariant import BatchInvariantRuntime
 from msrl_accel.runtime.graph import GraphRuntime
 
 logger = logging.getLogger("msrl_accel")
@@ -29,27 +30,37 @@ class RolloutEngine:
             weights after each update; they must agree with it at the start. 'auto' is 'onnx' where
             it is installed and agrees, else 'graph'.
         batch: rows of each call.
+        batch_invariant: whether a row's result must not depend, to the last bit, on the batch.
 
     Raises:
         ConfigError: the engine asked for is missing, or does not agree with the training graph.
     """
 
-    def __init__(self, policy: Policy, kind: str, batch: int) -> None:
+    def __init__(
+        self, policy: Policy, kind: str, batch: int, batch_invariant: bool = False
+    ) -> None:
         self.policy = policy
-        self.kind, self.runtime = "graph", self._graph()
+        self.kind: str
+        self.runtime: PolicyRuntime
+        self.kind, self.runtime = self._choose(kind, batch)
+        if batch_invariant:
+            self.runtime = BatchInvariantRuntime(self.runtime)
+
+    def _choose(self, kind: str, batch: int) -> tuple[str, PolicyRuntime]:
+        graph = GraphRuntime(self.policy)
         if kind == "graph":
-            return
+            return "graph", graph
+        name = "onnx" if kind == "auto" else kind
         try:
-            runtime = _EXPORTED["onnx" if kind == "auto" else kind](policy)
+            runtime = _EXPORTED[name](self.policy)
         except MsrlError as error:
             if kind != "auto":
                 raise ConfigError(f"runtime.rollout = {kind!r}: {error}") from error
             logger.info("rolling out with the training graph: %s", error)
-            return
-        difference = parity(self.runtime, runtime, batch)
+            return "graph", graph
+        difference = parity(graph, runtime, batch)
         if difference <= PARITY_TOLERANCE:
-            self.kind, self.runtime = ("onnx" if kind == "auto" else kind), runtime
-            return
+            return name, runtime
         runtime.close()
         message = (
             f"runtime.rollout = {kind!r}: differs from the training graph by {difference:.1e} "
@@ -58,9 +69,7 @@ class RolloutEngine:
         if kind != "auto":
             raise ConfigError(f"{message}; use graph")
         logger.warning("%s; rolling out with the training graph", message)
-
-    def _graph(self) -> PolicyRuntime:
-        return GraphRuntime(self.policy)
+        return "graph", graph
 
     def publish(self, version: int) -> None:
         """Let the engine act with the policy's present weights and statistics."""

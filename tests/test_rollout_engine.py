@@ -14,7 +14,6 @@ from msrl_accel.rollout_engine import RolloutEngine, parity
 from msrl_accel.runtime import lite
 from msrl_accel.runtime.graph import GraphRuntime
 
-
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
 
@@ -77,3 +76,19 @@ def test_an_engine_that_disagrees_is_not_used(monkeypatch, caplog):
     assert "differs from the training graph" in caplog.text
     with pytest.raises(ConfigError, match="differs from the training graph"):
         RolloutEngine(make_policy("discrete"), "onnx", batch=4)
+
+
+def test_batch_invariant_rows_do_not_depend_on_their_batch():
+    policy = make_policy("discrete")
+    engine = RolloutEngine(policy, "onnx", batch=64, batch_invariant=True)
+    perturb(policy)
+    engine.publish(1)
+    rng = np.random.default_rng(0)
+    observations = rng.standard_normal((64, 3), dtype=np.float32)
+    noise = policy.spec.draw_noise(rng, (64,))
+    whole = engine.runtime.act((observations,), noise)
+    for rows in (slice(0, 1), slice(3, 10), slice(20, 57)):
+        part = engine.runtime.act((observations[rows],), noise[rows])
+        np.testing.assert_array_equal(part.log_prob, whole.log_prob[rows])
+        np.testing.assert_array_equal(part.value, whole.value[rows])
+    assert engine.runtime.version == 1

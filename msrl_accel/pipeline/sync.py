@@ -63,7 +63,12 @@ class SyncTrainer:
         config = self.config
         self.spec = PolicySpec.from_spaces(self.env.observation_space, self.env.action_space)
         self.algorithm = algorithm_class(config.algo)(config, self.spec)
-        self.engine = RolloutEngine(self.algorithm.policy, config.runtime.rollout, config.n_envs)
+        self.engine = RolloutEngine(
+            self.algorithm.policy,
+            config.runtime.rollout,
+            config.n_envs,
+            config.runtime.batch_invariant,
+        )
         noise_seed, shuffle_seed = np.random.SeedSequence(config.seed).spawn(2)
         self.shuffle_rng = np.random.default_rng(shuffle_seed)
         self.reward_normalizer = None
