@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from msrl_accel.runtime.base import PolicyRuntime
+from msrl_accel.spaces import Observations
 
 
 class ActingPolicy:
@@ -21,6 +23,10 @@ class ActingPolicy:
         self.runtime = runtime
         self.spec = runtime.spec
         self.rng = np.random.default_rng(seed)
+        # Some engines compute an action faster than all the outputs.
+        self._action: Callable[[Observations, np.ndarray], np.ndarray] = getattr(
+            runtime, "action", lambda observations, noise: runtime.act(observations, noise).action
+        )
         # What a call on one observation needs, made once: such a call takes microseconds.
         self._dimensions = len(self.spec.observations[0].shape)
         self._zero_noise = self.spec.zero_noise((1,))
@@ -48,7 +54,7 @@ class ActingPolicy:
             noise = self._zero_noise
         else:
             noise = self.noise(len(tensors[0]), deterministic)
-        actions = self.spec.to_environment(self.runtime.act(tensors, noise).action)
+        actions = self.spec.to_environment(self._action(tensors, noise))
         return actions[0] if single else actions
 
     def noise(self, batch: int, deterministic: bool) -> np.ndarray:

@@ -21,7 +21,6 @@ KINDS = {
     "multi_discrete": (VECTOR, ACTION_SPACES["multi_discrete"]),
     "multi_binary": (VECTOR, ACTION_SPACES["multi_binary"]),
     "normalized_box": (VECTOR, ACTION_SPACES["box"]),
-    "half_open_box": (VECTOR, ACTION_SPACES["half_open_box"]),
     "image": (CAMERA, ACTION_SPACES["discrete"]),
     # The names are those of other tensors of the graph.
     "dict": (spaces.Dict({"noise": CAMERA, "action": VECTOR}), ACTION_SPACES["box"]),

@@ -1,4 +1,4 @@
-"""Replacing the weights inside a serialised MindIR or ONNX model, without their libraries.
+"""Changing serialised MindIR and ONNX models without their libraries: weights, fewer outputs.
 
 Both files are protobuf messages: ModelProto.graph (field 7) holds the weights, each a TensorProto
 with a name and raw data. New weights of the same shape fit in the place of the old.
@@ -32,6 +32,8 @@ MINDIR = Layout(weight=3, name=7)
 ONNX = Layout(weight=5, name=8, prefix=WEIGHT_PREFIX)
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_NODE, _INITIALIZER, _OUTPUT = 1, 5, 12
+"""Numbers of fields of ONNX's GraphProto."""
 
 
 def weight_slots(model: bytes | bytearray, layout: Layout = MINDIR) -> dict[str, slice]:
@@ -74,10 +76,58 @@ def replace_weights(
     return bytes(patched)
 
 
+def only_output(model: bytes, name: str) -> bytes:
+    """The ONNX model without the outputs but one, and without what only they need."""
+    (graph,) = _fields(model, slice(0, len(model)), ONNX.graph)
+    parts = list(_all_fields(model, graph))
+    needed, kept = {name}, set()
+    for part in reversed(parts):  # nodes are listed after those they read
+        if part.number == _NODE and needed.intersection(_strings(model, part.content, 2)):
+            needed.update(_strings(model, part.content, 1))
+            kept.add(part)
+    for part in parts:
+        named = {_INITIALIZER: ONNX.name, _OUTPUT: 1}.get(part.number)
+        tensor = None if named is None else _strings(model, part.content, named)
+        wanted = {name} if part.number == _OUTPUT else needed
+        if part.number != _NODE and (tensor is None or wanted.intersection(tensor)):
+            kept.add(part)
+    smaller = b"".join(model[part.start : part.content.stop] for part in parts if part in kept)
+    others = (p for p in _all_fields(model, slice(0, len(model))) if p.number != ONNX.graph)
+    key = bytes([ONNX.graph << 3 | _BYTES])
+    return b"".join(
+        [*(model[p.start : p.content.stop] for p in others), key, _as_varint(len(smaller)), smaller]
+    )
+
+
+def _strings(data: bytes, within: slice, number: int) -> list[str]:
+    return [data[field].decode() for field in _fields(data, within, number)]
+
+
+class _Field(NamedTuple):
+    """A field of a message: where its key starts, and its content."""
+
+    number: int
+    kind: int
+    start: int
+    stop: int
+    content_start: int
+
+    @property
+    def content(self) -> slice:
+        return slice(self.content_start, self.stop)
+
+
 def _fields(data: bytes | bytearray, within: slice, wanted: int) -> Iterator[slice]:
     """Places of the length-delimited fields with number `wanted` of the message at `within`."""
+    for field in _all_fields(data, within):
+        if field.number == wanted and field.kind == _BYTES:
+            yield field.content
+
+
+def _all_fields(data: bytes | bytearray, within: slice) -> Iterator[_Field]:
     position, end = within.start, within.stop
     while position < end:
+        first = position
         key, position = _varint(data, position)
         number, kind = key >> 3, key & 7
         start = position
@@ -92,8 +142,15 @@ def _fields(data: bytes | bytearray, within: slice, wanted: int) -> Iterator[sli
             raise PolicyError(f"the model is damaged: unknown field type {kind}")
         if position > end:
             raise PolicyError("the model is damaged or truncated")
-        if number == wanted and kind == _BYTES:
-            yield slice(start, position)
+        yield _Field(number, kind, first, position, start)
+
+
+def _as_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
 
 
 def _varint(data: bytes | bytearray, position: int) -> tuple[int, int]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from msrl_accel.errors import PolicyError
+from msrl_accel.errors import MsrlError, PolicyError
 from msrl_accel.export.names import input_names
 from msrl_accel.runtime.base import ActResult, check_inputs
-from msrl_accel.runtime.model_weights import ONNX, replace_weights
+from msrl_accel.runtime.model_weights import ONNX, only_output, replace_weights
 from msrl_accel.spaces import Observations, PolicySpec
+
+Run = Callable[[list[str], dict[str, np.ndarray]], list[np.ndarray]]
 
 INSTALL = "pip install 'msrl_accel[onnx]'"
 
@@ -59,20 +61,40 @@ class OnnxRuntime:
         self._model, self.version = model, version
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
-        inputs = check_inputs(self.spec, observations, noise)
-        feed = dict(zip(self._names, inputs))
-        feed["noise"] = np.ascontiguousarray(noise, np.float32)
-        try:
-            action, log_prob, value, raw, *parameters = self._run(self._outputs, feed)
-        except Exception as error:  # onnxruntime's own exceptions have no common base
-            raise PolicyError(f"onnxruntime failed: {_words(error)}") from error
+        outputs = self._call(self._run, self._outputs, observations, noise)
+        action, log_prob, value, raw, *parameters = outputs
         return ActResult(action, log_prob, value, raw, tuple(parameters))
 
+    def action(self, observations: Observations, noise: np.ndarray) -> np.ndarray:
+        """`act(...).action` alone, without computing the other outputs: half the time."""
+        if self._run_action is None:
+            self._run_action = self._session_of(only_output(self._model, "action")).run
+        action: np.ndarray = self._call(self._run_action, ["action"], observations, noise)[0]
+        return action
+
     def close(self) -> None:
-        """Release the session."""
-        self._run = _closed
+        """Release the sessions."""
+        self._run = self._run_action = _closed
+
+    def _call(
+        self, run: Run, outputs: list[str], observations: Observations, noise: np.ndarray
+    ) -> list[np.ndarray]:
+        feed = dict(zip(self._names, check_inputs(self.spec, observations, noise)))
+        feed["noise"] = np.ascontiguousarray(noise, np.float32)
+        try:
+            return run(outputs, feed)
+        except MsrlError:
+            raise
+        except Exception as error:  # onnxruntime's own exceptions have no common base
+            raise PolicyError(f"onnxruntime failed: {_words(error)}") from error
 
     def _start(self, model: bytes) -> None:
+        session = self._session_of(model)
+        self._outputs = [output.name for output in session.get_outputs()]
+        self._run: Run = session.run
+        self._run_action: Run | None = None
+
+    def _session_of(self, model: bytes) -> Any:
         ort = _import_onnxruntime()
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._threads
@@ -86,9 +108,7 @@ class OnnxRuntime:
         except Exception as error:  # onnxruntime's own exceptions have no common base
             raise PolicyError(f"onnxruntime refuses the model: {_words(error)}") from error
         self._check_model(session)
-        self._session = session
-        self._outputs = [output.name for output in session.get_outputs()]
-        self._run = session.run
+        return session
 
     def _check_model(self, session: Any) -> None:
         spec = self.spec

@@ -139,7 +139,7 @@ def test_a_damaged_manifest_is_one_error(folder, text):
 
 def test_every_field_is_needed(folder):
     manifest = json.loads((folder / MANIFEST).read_text())
-    for field in manifest:
+    for field in set(manifest) - {"om"}:
         broken = {k: v for k, v in manifest.items() if k != field}
         (folder / MANIFEST).write_text(json.dumps(broken))
         refuse(folder, MANIFEST)
@@ -166,10 +166,9 @@ def test_a_reference_of_other_arrays_is_refused(folder):
 
 def test_a_reference_with_pickled_objects_is_not_read(folder):
     np.savez(folder / REFERENCE, noise=np.array([{}], object))
+    whole = Bundle.open(shared_bundle())
     with pytest.raises(BundleError, match=REFERENCE):
-        Bundle.open(shared_bundle()).__class__(
-            folder, Bundle.open(shared_bundle()).manifest, Bundle.open(shared_bundle()).spec
-        ).reference()
+        Bundle(folder, whole.manifest, whole.spec).reference()
 
 
 def test_a_folder_without_manifest_is_no_bundle(tmp_path):

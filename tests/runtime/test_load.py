@@ -98,7 +98,9 @@ def test_a_form_that_was_not_exported_is_one_clear_error(graph_mode, tmp_path):
     edit_manifest(folder, lambda m: m["models"].pop("onnx"))
     with pytest.raises(BundleError, match="no onnx file"):
         load_policy(folder, "onnx")
-    assert type(open_runtime(folder)).__name__ != "OnnxRuntime"
+    runtime = open_runtime(folder)
+    assert type(runtime).__name__ != "OnnxRuntime"
+    runtime.close()
 
 
 def test_an_unknown_backend_lists_those_there_are(graph_mode):

@@ -154,6 +154,18 @@ def test_a_missing_engine_says_what_to_install(runtime, monkeypatch):
         OnnxRuntime(shared_bundle() / "policy.onnx", runtime.spec)
 
 
+@pytest.mark.parametrize("kind", ["discrete", "dict", "normalized_box"])
+def test_the_action_alone_is_that_of_all_outputs(graph_mode, kind):
+    runtime = open_runtime(shared_bundle(kind), "onnx")
+    inputs = random_inputs(runtime.spec, 7)
+    np.testing.assert_array_equal(runtime.action(*inputs), runtime.act(*inputs).action)
+    arrays = {k: v + np.float32(0.3) for k, v in make_policy(kind).arrays().items()}
+    runtime.load_weights(1, arrays)
+    np.testing.assert_array_equal(runtime.action(*inputs), runtime.act(*inputs).action)
+    with pytest.raises(PolicyError, match="shape"):
+        runtime.action(inputs[0], inputs[1][:1])
+
+
 def test_a_closed_runtime_says_so(graph_mode):
     runtime = open_runtime(shared_bundle(), "onnx")
     runtime.close()
