@@ -116,11 +116,14 @@ class PPOLoss(nn.Cell):
         d_log_prob = -surrogate * active * weight
         error = value - value_target
         if self.value_clip is not None:
-            change = ops.minimum(ops.maximum(value - old_value, -self.value_clip), self.value_clip)
+            difference = value - old_value
+            change = ops.minimum(ops.maximum(difference, -self.value_clip), self.value_clip)
             clipped_error = old_value + change - value_target
-            # Where the clipped error is larger, the value is outside the clip and has no gradient.
-            plain = ops.cast(ops.square(error) >= ops.square(clipped_error), mstype.float32)
-            error = error * plain
+            # No gradient where the clip is the larger loss. Within the clip both are the same but
+            # for rounding, which must not decide.
+            plain = ops.square(error) >= ops.square(clipped_error)
+            plain = ops.logical_or(plain, change == difference)
+            error = error * ops.cast(plain, mstype.float32)
         d_value = (2.0 * self.vf_coef) * error * weight
         d_entropy = -self.ent_coef * weight
         zero = ops.zeros_like(weight)

@@ -155,10 +155,10 @@ def algorithms():
     return fresh
 
 
-def check_against_numpy(ppo, invalid, iterations=1):
+def check_against_numpy(ppo, invalid, iterations=1, seed=10):
     reference = NumpyPPO(ppo)
     for k in range(iterations):
-        t = random_trajectories(ppo, 10 + k, invalid)
+        t = random_trajectories(ppo, seed + k, invalid)
         metrics = ppo.update(t, 0.0, np.random.default_rng(k))
         seen = reference.update(t, CLIP, ppo.config.learning_rate, np.random.default_rng(k))
         for name, value in reference.arrays(reference.flat).items():
@@ -186,6 +186,11 @@ def test_an_update_equals_ppo_in_numpy(algorithms, name, invalid):
 
 def test_a_second_update_continues_the_optimiser(algorithms):
     check_against_numpy(algorithms("discrete"), invalid=1, iterations=2)
+
+
+def test_rounding_takes_no_gradient_from_values_within_the_clip(algorithms):
+    # One of these values v, near its old one o, has o + (v - o) != v in float32.
+    check_against_numpy(algorithms("discrete"), invalid=0, seed=45)
 
 
 def test_too_large_a_kl_stops_the_update(algorithms):
