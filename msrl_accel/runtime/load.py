@@ -127,9 +127,12 @@ def _om() -> Availability:
 
 
 def _open_graph(bundle: Bundle) -> PolicyRuntime:
+    from msrl_accel.config import RuntimeConfig
+    from msrl_accel.device import set_up
     from msrl_accel.export.mindir import policy_of
     from msrl_accel.runtime.graph import GraphRuntime
 
+    set_up(RuntimeConfig())
     return GraphRuntime(policy_of(bundle), bundle.version)
 
 

@@ -48,6 +48,22 @@ def test_it_acts_where_only_numpy_and_onnxruntime_are(graph_mode, tmp_path, kind
     assert done.stdout.strip() == "OnnxRuntime MindSpore is not installed: pip install mindspore"
 
 
+@pytest.mark.parametrize("backend", ["graph", "mindir"])
+def test_mindspore_is_set_up_where_a_process_only_loads_a_policy(graph_mode, backend):
+    script = (
+        "import sys; import numpy as np; from msrl_accel.runtime.load import load_policy\n"
+        "print(load_policy(sys.argv[1], sys.argv[2]).act(np.zeros(3, np.float32)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(shared_bundle()), backend],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = load_policy(shared_bundle(), "onnx").act(np.zeros(3, np.float32))
+    assert done.stdout.strip() == str(expected)
+
+
 def test_actions_have_the_environments_shape_and_dtype(graph_mode):
     policy = load_policy(shared_bundle("multi_discrete"), "onnx")
     one = policy.act(np.zeros(3, np.float32))
