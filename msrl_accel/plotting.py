@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
 from collections.abc import Mapping
@@ -55,11 +56,22 @@ def plot_learning_curve(
     if title:
         main.set_title(title, fontsize=13, fontweight="bold", loc="left")
     if path is None:
-        return figure
+        return shown_by_notebooks(figure)
+    write_bytes_atomic(path, png_bytes(figure))
+    return Path(path)
+
+
+def png_bytes(figure: Any) -> bytes:
+    """A Matplotlib figure as a PNG file."""
     image = io.BytesIO()
     figure.savefig(image, format="png")
-    write_bytes_atomic(path, image.getvalue())
-    return Path(path)
+    return image.getvalue()
+
+
+def shown_by_notebooks(figure: Any) -> Any:
+    """Let notebooks show a figure that pyplot did not make; they know only those of pyplot."""
+    figure._repr_png_ = functools.partial(png_bytes, figure)
+    return figure
 
 
 def _draw_returns(axes: Any, metrics: Mapping[str, np.ndarray]) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
+from msrl_accel import html
 from msrl_accel.checkpoint import Checkpoint, CheckpointStore
 from msrl_accel.config import TrainConfig, load_config
 from msrl_accel.errors import CheckpointError, ConfigError
 from msrl_accel.files import write_text_atomic
-from msrl_accel.metrics import read_metrics
+from msrl_accel.metrics import CSV_FILE, read_metrics
 from msrl_accel.plotting import plot_learning_curve
+from msrl_accel.progress import format_duration
 from msrl_accel.spaces import PolicySpec
 
 if TYPE_CHECKING:
@@ -143,6 +146,31 @@ class Run:
         result = self.summary.get("deterministic", {}).get("return_mean")
         reached = "" if result is None else f", deterministic return {result:.1f}"
         return f"Run({str(self.path)!r}: {self.config.algo} on {self.config.env}{reached})"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: results, files, and the learning curve where it was drawn."""
+        summary = self.summary
+        verdict = "complete" if summary else "not complete"
+        names = (CONFIG_FILE, SUMMARY_FILE, CSV_FILE, self.checkpoints.directory.name)
+        files = [html.link(self.path / n) for n in names if (self.path / n).exists()]
+        rows: list[tuple[str, object]] = [
+            (f"return, {mode}", _score(summary[mode]))
+            for mode in ("deterministic", "sampled")
+            if mode in summary
+        ]
+        if summary:
+            duration = format_duration(summary["seconds"])
+            rows.append(("steps", f"{summary['steps']:,} in {duration}"))
+        rows += [("run directory", self.path), ("files", html.Markup(", ".join(files)))]
+        plot = self.path / PLOT_FILE
+        curve = html.png(plot.read_bytes(), "learning curve") if plot.is_file() else ""
+        title = html.verdict(f"{self._title}: {verdict}", bool(summary))
+        return f"<div>{title}{html.table(rows)}{curve}</div>"
+
+
+def _score(evaluation: Mapping[str, Any]) -> str:
+    mean, std = evaluation["return_mean"], evaluation["return_std"]
+    return f"{mean:.1f} +- {std:.1f} over {evaluation['episodes']} episodes"
 
 
 def policy_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:

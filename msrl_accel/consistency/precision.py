@@ -12,13 +12,13 @@ Modes are those of ATC's `--precision_mode_v2`, and `int8-weights`, which AMCT m
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from msrl_accel import html
 from msrl_accel.consistency.compare import Comparison, Tolerances, action_range, named, output_names
 from msrl_accel.consistency.reference import Arithmetic, NumpyPolicy
 from msrl_accel.errors import ConfigError
@@ -248,14 +248,9 @@ class PrecisionReport:
         return "\n".join([*lines, f"precision_mode_v2: {self.recommended} ({self.reason})"])
 
     def _repr_html_(self) -> str:
-        head, *rows = self._rows()
-        cell = "padding:3px 10px;text-align:left;border-bottom:1px solid #ddd"
-        table = "".join(f"<th style='{cell}'>{html.escape(c)}</th>" for c in head)
-        for row in rows:
-            table += "<tr>" + "".join(f"<td style='{cell}'>{html.escape(c)}</td>" for c in row)
-            table += "</tr>"
-        verdict = html.escape(f"precision_mode_v2: {self.recommended} ({self.reason})")
-        return f"<table style='border-collapse:collapse'>{table}</table><p>{verdict}</p>"
+        header, *rows = self._rows()
+        verdict = html.render(f"precision_mode_v2: {self.recommended} ({self.reason})")
+        return f"{html.table(rows, header)}<p>{verdict}</p>"
 
 
 def parse_modes(text: str) -> tuple[str, ...]:

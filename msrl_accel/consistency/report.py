@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import html
-import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from msrl_accel import html
 from msrl_accel.consistency.compare import Comparison, OutputDifference, output_names
 from msrl_accel.consistency.episodes import EpisodeParity
 from msrl_accel.files import PathLike, write_bytes_atomic
+from msrl_accel.plotting import png_bytes, shown_by_notebooks
 
 if TYPE_CHECKING:
     from msrl_accel.consistency.drift import DriftResult
@@ -193,20 +193,11 @@ class ConsistencyReport:
 
     def _repr_html_(self) -> str:
         header, rows = self._table()
-        color = "#2e7d4f" if self.ok else "#b3261e"
-        cell = "padding:3px 10px;text-align:left;border-bottom:1px solid #ddd"
-        head = "".join(f"<th style='{cell}'>{html.escape(c)}</th>" for c in header)
-        body = "".join(
-            "<tr>" + "".join(f"<td style='{cell}'>{html.escape(c)}</td>" for c in row) + "</tr>"
-            for row in rows
-        )
-        notes = "".join(f"<li>{html.escape(n)}</li>" for n in self._notes())
         precision = "" if self.precision is None else self.precision._repr_html_()
+        about = html.render(f"baseline: {self.baseline}; {self._extent()}")
         return (
-            f"<div><b style='color:{color}'>{html.escape(self.headline)}</b><br>"
-            f"<small>baseline: {html.escape(self.baseline)}; {html.escape(self._extent())}</small>"
-            f"<table style='border-collapse:collapse;margin-top:6px'><tr>{head}</tr>{body}</table>"
-            f"<ul>{notes}</ul>{precision}</div>"
+            f"<div>{html.verdict(self.headline, self.ok)}<br><small>{about}</small>"
+            f"{html.table(rows, header)}{html.bullets(self._notes())}{precision}</div>"
         )
 
     def plot(self) -> Any:
@@ -239,13 +230,11 @@ class ConsistencyReport:
         if legend:
             where: dict[str, Any] = {"loc": "outside lower center", "ncols": len(legend)}
             figure.legend(list(legend.values()), list(legend), frameon=False, **where)
-        return figure
+        return shown_by_notebooks(figure)
 
     def save_plot(self, path: PathLike) -> Path:
         """Write the figure as a PNG file."""
-        image = io.BytesIO()
-        self.plot().savefig(image, format="png")
-        write_bytes_atomic(path, image.getvalue())
+        write_bytes_atomic(path, png_bytes(self.plot()))
         return Path(path)
 
 
@@ -287,7 +276,7 @@ def _draw_output(ax: Any, name: str, comparisons: dict[str, Comparison]) -> None
     for value in sorted(allowed):
         ax.axvline(value, color="#b3261e", linestyle="--", linewidth=1.0, label=None)
         ax.annotate(
-            "tolerance",
+            "tolerance near 0",
             (value, 0.03),
             xytext=(-3, 0),
             textcoords="offset points",

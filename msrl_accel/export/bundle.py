@@ -16,6 +16,7 @@ from typing import Any, Union
 
 import numpy as np
 
+from msrl_accel import html
 from msrl_accel.errors import BundleError, ExportError
 from msrl_accel.export.manifest import FORMATS, file_digest, parse, parse_spec
 from msrl_accel.files import sync_directory
@@ -115,6 +116,42 @@ class Bundle:
         models = ", ".join(self.manifest["models"])
         verdict = "" if self.passed else ", parity check FAILED"
         return f"Bundle({str(self.path)!r}: {models}, version {self.version}{verdict})"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: what it is of, whether it passed, and its files."""
+        config = self.manifest["config"]
+        state = "every form checked here acts as trained" if self.passed else "parity check FAILED"
+        title = f"{config['algo'].upper()} on {config['env']}, step {self.version:,}: {state}"
+        where = html.render(f"folder: {self.path}")
+        rows = [
+            (html.link(self.path / name), f"{entry['size'] / 1024:,.0f} KB", self._content(name))
+            for name, entry in self.manifest["files"].items()
+        ]
+        notes = [f"{backend}: {note}" for backend, note in self.manifest["notes"].items()]
+        return (
+            f"<div>{html.verdict(title, self.passed)}<br><small>{where}</small>"
+            f"{html.table(rows, ('file', 'size', 'what it is'))}{html.bullets(notes)}</div>"
+        )
+
+    def _content(self, name: str) -> str:
+        """What a file is, and for a form of the policy how closely it agrees."""
+        results = self.manifest["parity"]["results"]
+        for backend, model in self.manifest["models"].items():
+            if model == name:
+                return f"{backend}: {describe_parity(results[backend])}"
+        return "observations and the training graph's outputs" if name == REFERENCE else ""
+
+
+def describe_parity(result: Mapping[str, Any]) -> str:
+    """How closely an exported form agreed with the training graph, in a few words."""
+    if result["passed"] is None:
+        return f"not checked ({result['reason']})"
+    if not result["passed"]:
+        return f"DIFFERS: {'; '.join(result['problems'])}"
+    outputs = result["outputs"].values()
+    if all(o["bit_equal"] for o in outputs):
+        return "bit-equal with the training graph"
+    return f"within {max(o['max_abs'] for o in outputs):.1e} of the training graph"
 
 
 def describe_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msrl_accel.errors import ConfigError, MsrlError
-from msrl_accel.export.bundle import Bundle, staged
+from msrl_accel.export.bundle import Bundle, describe_parity, staged
 from msrl_accel.export.manifest import FORMATS
 from msrl_accel.export.write import GateError, write_bundle
 from msrl_accel.progress import format_summary
@@ -84,7 +84,7 @@ def _precision(run: Run, policy: Policy, wanted: str) -> str:
         from msrl_accel.consistency import recommend_precision
 
         return recommend_precision(policy, run=run).recommended
-    from msrl_accel.export.om import PRECISIONS
+    from msrl_accel.export.atc import PRECISIONS
 
     if wanted not in PRECISIONS:
         raise ConfigError(f"precision = {wanted!r}: use auto or one of {', '.join(PRECISIONS)}")
@@ -179,7 +179,9 @@ def summary(bundle: Bundle) -> str:
     rows: dict[str, Any] = {"bundle": str(bundle.path), "checkpoint": f"step {bundle.version:,}"}
     for backend, name in bundle.manifest["models"].items():
         size = bundle.manifest["files"][name]["size"]
-        rows[backend] = f"{name}, {size / 1024:,.0f} KB, {_verdict(parity['results'][backend])}"
+        rows[backend] = (
+            f"{name}, {size / 1024:,.0f} KB, {describe_parity(parity['results'][backend])}"
+        )
     for backend, note in bundle.manifest["notes"].items():
         rows[backend] = f"not here: {note}"
     rows["check it"] = f"msrl-check {shlex.quote(str(bundle.path))}"
@@ -188,17 +190,6 @@ def summary(bundle: Bundle) -> str:
         f"action = load_policy({str(bundle.path)!r}).act(observation)"
     )
     return format_summary(f"Exported {config['algo']} on {config['env']}", rows)
-
-
-def _verdict(result: dict[str, Any]) -> str:
-    if result["passed"] is None:
-        return f"not checked ({result['reason']})"
-    if not result["passed"]:
-        return f"DIFFERS: {'; '.join(result['problems'])}"
-    outputs = result["outputs"].values()
-    if all(o["bit_equal"] for o in outputs):
-        return "bit-equal with the training graph"
-    return f"within {max(o['max_abs'] for o in outputs):.1e} of the training graph"
 
 
 if __name__ == "__main__":
