@@ -104,7 +104,7 @@ class Columns(nn.Cell):
         return ops.slice(x, (0, self.begin), (-1, self.size))
 
     def bprop(self, x, out, dout):  # type: ignore[no-untyped-def]
-        parts = (dout,)
+        parts: Weights = (dout,)
         if self.padding[0]:
             parts = (ops.zeros((dout.shape[0], self.padding[0]), dout.dtype), *parts)
         if self.padding[1]:
@@ -135,7 +135,7 @@ class MultiCategorical(Distribution):
 
     def sample(self, parameters: Weights, noise: Tensor) -> Tensor:
         perturbed = parameters[0] + noise
-        choices = ()
+        choices: Weights = ()
         for i in range(len(self.sizes)):
             choices = (*choices, self.argmax(self.columns[i](perturbed)))
         return ops.stack(choices, 1)

@@ -134,7 +134,9 @@ class PolicySpec:
     dict_observation: bool
 
     @classmethod
-    def from_spaces(cls, observation_space: gym.Space, action_space: gym.Space) -> PolicySpec:
+    def from_spaces(
+        cls, observation_space: gym.Space[Any], action_space: gym.Space[Any]
+    ) -> PolicySpec:
         """Describe a pair of Gymnasium spaces.
 
         Raises:
@@ -181,7 +183,8 @@ class PolicySpec:
         if action.kind != "continuous":
             return actions.astype(action.dtype)
         low, high = action.bounds
-        return np.minimum(np.maximum(actions.astype(action.dtype), low), high)
+        clipped: np.ndarray = np.minimum(np.maximum(actions.astype(action.dtype), low), high)
+        return clipped
 
     def draw_noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         """Noise [*shape, noise_size] float32 of the law in `action.noise_kind`."""
@@ -191,7 +194,8 @@ class PolicySpec:
             return rng.standard_normal(full, dtype=np.float32)
         if kind == "gumbel":
             exponential = rng.standard_exponential(full, dtype=np.float32)
-            return -np.log(np.maximum(exponential, np.float32(1e-20)))
+            noise: np.ndarray = -np.log(np.maximum(exponential, np.float32(1e-20)))
+            return noise
         uniform = np.clip(rng.random(full, dtype=np.float32), 1e-7, 1 - 1e-7)
         return (np.log(uniform) - np.log1p(-uniform)).astype(np.float32)
 
@@ -244,7 +248,7 @@ def _bounds(values: Sequence[float | None], missing: float) -> tuple[float, ...]
     return tuple(missing if x is None else float(x) for x in values)
 
 
-def _observation_specs(space: gym.Space) -> tuple[ObservationSpec, ...]:
+def _observation_specs(space: gym.Space[Any]) -> tuple[ObservationSpec, ...]:
     import gymnasium as gym
 
     if isinstance(space, gym.spaces.Dict):
@@ -255,7 +259,7 @@ def _observation_specs(space: gym.Space) -> tuple[ObservationSpec, ...]:
     return (_box_spec(BOX_NAME, space),)
 
 
-def _box_spec(name: str, space: gym.Space) -> ObservationSpec:
+def _box_spec(name: str, space: gym.Space[Any]) -> ObservationSpec:
     import gymnasium as gym
 
     if not isinstance(space, gym.spaces.Box):
@@ -279,7 +283,7 @@ def _one_for_all(bound: np.ndarray) -> tuple[float, ...]:
     return values[:1] if len(set(values)) == 1 else values
 
 
-def _action_spec(space: gym.Space) -> ActionSpec:
+def _action_spec(space: gym.Space[Any]) -> ActionSpec:
     import gymnasium as gym
 
     if isinstance(space, gym.spaces.Discrete):

@@ -94,7 +94,7 @@ def _compare(
         "problems": problems,
         "flips": comparison.flips.to_dict(),
         "outputs": {
-            name: {"max_abs": o.max_abs, "bit_equal": o.bit_equal}
+            name: {k: o.to_dict()[k] for k in ("max_abs", "bit_equal")}
             for name, o in comparison.outputs.items()
         },
     }

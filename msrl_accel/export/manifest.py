@@ -60,7 +60,9 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def describe_graph(spec: PolicySpec, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> dict:
+def describe_graph(
+    spec: PolicySpec, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> dict[str, Any]:
     """The fields that tell how to call the graph."""
     tensors = [(o.shape, o.dtype) for o in spec.observations]
     tensors.append(((spec.action.noise_size,), "float32"))

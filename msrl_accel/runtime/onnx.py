@@ -44,6 +44,8 @@ class OnnxRuntime:
             self._model = Path(model).read_bytes()
         except OSError as error:
             raise PolicyError(f"cannot read the model {model}: {error.strerror}") from error
+        self._run: Run
+        self._run_action: Run | None
         self._start(self._model)
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -91,8 +93,7 @@ class OnnxRuntime:
     def _start(self, model: bytes) -> None:
         session = self._session_of(model)
         self._outputs = [output.name for output in session.get_outputs()]
-        self._run: Run = session.run
-        self._run_action: Run | None = None
+        self._run, self._run_action = session.run, None
 
     def _session_of(self, model: bytes) -> Any:
         ort = _import_onnxruntime()
