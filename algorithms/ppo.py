@@ -58,25 +58,37 @@ class PPOConfig(Section):
 
 
 class LossInputs(NamedTuple):
-    """One minibatch, every field [B]; `weight` is 1 / rows on real rows and 0 on padding."""
+    """One minibatch, every field [B]."""
 
     old_log_prob: Tensor
     old_value: Tensor
     advantage: Tensor
+    limit: Tensor
+    """`surrogate_limit` of the advantages."""
     value_target: Tensor
     weight: Tensor
+    """1 / rows on real rows, 0 on padding."""
 
 
-def ppo_loss(log_prob, entropy, value, inputs, clip_range, value_clip, ent_coef, vf_coef):  # type: ignore[no-untyped-def]
-    """Scalar loss: mean of  max(-r A, -clip(r, 1 - c, 1 + c) A) + vf (V - R)^2 - ent H.
+def surrogate_limit(advantage: np.ndarray, clip_range: float) -> np.ndarray:
+    """(1 + c) A where A > 0, (1 - c) A elsewhere: the limit in min(r A, limit).
+
+    That equals min(r A, clip(r, 1 - c, 1 + c) A) of eq. 7 with fewer operators (Achiam 2018,
+    "Simplified PPO-Clip Objective").
+    """
+    limit: np.ndarray = advantage * np.where(advantage > 0, 1 + clip_range, 1 - clip_range)
+    return limit.astype(advantage.dtype)
+
+
+def ppo_loss(log_prob, entropy, value, inputs, value_clip, ent_coef, vf_coef):  # type: ignore[no-untyped-def]
+    """Scalar loss: mean of  -min(r A, clip(r, 1 - c, 1 + c) A) + vf (V - R)^2 - ent H.
 
     r = exp(log_prob - old_log_prob). With a value clip, the squared error is the larger of the
     plain one and that of V_old + clip(V - V_old).
     """
-    old_log_prob, old_value, advantage, value_target, weight = inputs
+    old_log_prob, old_value, advantage, limit, value_target, weight = inputs
     ratio = ops.exp(log_prob - old_log_prob)
-    clipped_ratio = ops.minimum(ops.maximum(ratio, 1.0 - clip_range), 1.0 + clip_range)
-    policy_loss = ops.maximum(-ratio * advantage, -clipped_ratio * advantage)
+    policy_loss = -ops.minimum(ratio * advantage, limit)
     value_loss = ops.square(value - value_target)
     if value_clip is not None:
         change = ops.minimum(ops.maximum(value - old_value, -value_clip), value_clip)
@@ -85,7 +97,10 @@ def ppo_loss(log_prob, entropy, value, inputs, clip_range, value_clip, ent_coef,
 
 
 class PPOLoss(nn.Cell):
-    """`ppo_loss` with its gradient in closed form: a third of the operators of the derived one."""
+    """`ppo_loss` with its gradient in closed form: a third of the operators of the derived one.
+
+    The loss is the root of what is differentiated: its own incoming gradient is 1.
+    """
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__()
@@ -93,27 +108,17 @@ class PPOLoss(nn.Cell):
         self.ent_coef = config.ent_coef
         self.vf_coef = config.vf_coef
 
-    def construct(self, log_prob, entropy, value, inputs, clip_range):  # type: ignore[no-untyped-def]
+    def construct(self, log_prob, entropy, value, inputs):  # type: ignore[no-untyped-def]
         return ppo_loss(
-            log_prob,
-            entropy,
-            value,
-            inputs,
-            clip_range,
-            self.value_clip,
-            self.ent_coef,
-            self.vf_coef,
+            log_prob, entropy, value, inputs, self.value_clip, self.ent_coef, self.vf_coef
         )
 
-    def bprop(self, log_prob, entropy, value, inputs, clip_range, out, dout):  # type: ignore[no-untyped-def]
-        old_log_prob, old_value, advantage, value_target, weight = inputs
-        weight = weight * dout
-        ratio = ops.exp(log_prob - old_log_prob)
-        clipped_ratio = ops.minimum(ops.maximum(ratio, 1.0 - clip_range), 1.0 + clip_range)
-        surrogate = ratio * advantage
-        # The gradient flows only where the plain term is the larger loss.
-        active = ops.cast(surrogate <= clipped_ratio * advantage, mstype.float32)
-        d_log_prob = -surrogate * active * weight
+    def bprop(self, log_prob, entropy, value, inputs, out, dout):  # type: ignore[no-untyped-def]
+        old_log_prob, old_value, advantage, limit, value_target, weight = inputs
+        surrogate = ops.exp(log_prob - old_log_prob) * advantage
+        zero = ops.zeros_like(weight)
+        # The gradient flows only where the plain term is the smaller.
+        d_log_prob = ops.select(surrogate <= limit, -surrogate, zero) * weight
         error = value - value_target
         if self.value_clip is not None:
             difference = value - old_value
@@ -126,16 +131,14 @@ class PPOLoss(nn.Cell):
             error = error * ops.cast(plain, mstype.float32)
         d_value = (2.0 * self.vf_coef) * error * weight
         d_entropy = -self.ent_coef * weight
-        zero = ops.zeros_like(weight)
-        no_inputs = (zero, zero, zero, zero, zero)
-        return d_log_prob, d_entropy, d_value, no_inputs, ops.zeros_like(clip_range)
+        return d_log_prob, d_entropy, d_value, (zero, zero, zero, zero, zero, zero)
 
 
 class PPOUpdate(nn.Cell):
     """All epochs and minibatches of one iteration, in one graph.
 
-    construct(raw_actions, rows [I, B], scalars [I, 5, B], step_sizes [I], epsilons [I], clip_range,
-    count, *observations) returns the number of minibatches run; what each saw is in `records`
+    construct(raw_actions, rows [I, B], scalars [I, 6, B], step_sizes [I], epsilons [I], count,
+    *observations) returns the number of minibatches run; what each saw is in `records`
     [I, 3, B] (log-probability, entropy, value) and `norms` [I] (of gradients). The observations are
     arguments of their own because a tuple of tensors would compile anew at every call.
     """
@@ -157,12 +160,14 @@ class PPOUpdate(nn.Cell):
         self.take = ops.Gather()
         self.split_scalars = ops.Split(0, len(LossInputs._fields))
 
-    def forward(self, weights, observations, raw_action, inputs, clip_range):  # type: ignore[no-untyped-def]
+    def forward(self, weights, observations, raw_action, inputs):  # type: ignore[no-untyped-def]
         log_prob, entropy, value = self.policy.evaluate(weights, observations, raw_action)
-        loss = self.loss(log_prob, entropy, value, inputs, clip_range)
+        if not self.loss.ent_coef:
+            entropy = ops.stop_gradient(entropy)  # reported only: no operators for its gradient
+        loss = self.loss(log_prob, entropy, value, inputs)
         return loss, ops.stack((log_prob, entropy, value), 0)
 
-    def minibatch(self, observations, raw_actions, rows, scalars, clip_range):  # type: ignore[no-untyped-def]
+    def minibatch(self, observations, raw_actions, rows, scalars):  # type: ignore[no-untyped-def]
         """Gradients of one minibatch, its loss inputs and [3, B] record."""
         inputs: Weights = ()
         for row in self.split_scalars(scalars):
@@ -171,13 +176,11 @@ class PPOUpdate(nn.Cell):
         for observation in observations:
             picked = (*picked, self.take(observation, rows, 0))
         raw_action = self.take(raw_actions, rows, 0)
-        (_, record), gradients = self.grad(
-            self.optimizer.split(), picked, raw_action, inputs, clip_range
-        )
+        (_, record), gradients = self.grad(self.optimizer.split(), picked, raw_action, inputs)
         return gradients, inputs, record
 
     def construct(  # type: ignore[no-untyped-def]
-        self, raw_actions, rows, scalars, step_sizes, epsilons, clip_range, count, *observations
+        self, raw_actions, rows, scalars, step_sizes, epsilons, count, *observations
     ):
         self.optimizer.gather()
         i = Tensor(0, mstype.int32)
@@ -188,7 +191,6 @@ class PPOUpdate(nn.Cell):
                 raw_actions,
                 self.take(rows, i, 0),
                 self.take(scalars, i, 0),
-                clip_range,
             )
             norm = self.optimizer(gradients, self.take(step_sizes, i, 0), self.take(epsilons, i, 0))
             self.write(self.records, i, record)
@@ -196,7 +198,7 @@ class PPOUpdate(nn.Cell):
             i = i + 1
             if self.kl_limit is not None:
                 log_ratio = record[0] - inputs[0]
-                kl = ((ops.exp(log_ratio) - 1.0 - log_ratio) * inputs[4]).sum()
+                kl = ((ops.exp(log_ratio) - 1.0 - log_ratio) * inputs[-1]).sum()
                 count = ops.select(kl > self.kl_limit, i, count)
         self.optimizer.scatter()
         return i
@@ -236,7 +238,7 @@ class PPO(Algorithm):
             c.gae_lambda,
         ).reshape(-1)
         batches = make_minibatches(rng, t.valid.reshape(-1), c.batch_size, c.n_epochs)
-        inputs = self._loss_inputs(t, advantages, batches)
+        inputs = self._loss_inputs(t, advantages, batches, clip_range)
         step_sizes, epsilons = adam_step_sizes(
             learning_rate, c.adam_epsilon, self.adam_steps, len(batches.rows)
         )
@@ -246,7 +248,6 @@ class PPO(Algorithm):
             Tensor.from_numpy(np.stack(inputs, axis=1)),
             Tensor.from_numpy(step_sizes),
             Tensor.from_numpy(epsilons),
-            Tensor(clip_range, mstype.float32),
             Tensor(batches.count, mstype.int32),
             *(Tensor.from_numpy(_rows(x)) for x in t.observations),
         )
@@ -265,17 +266,18 @@ class PPO(Algorithm):
         }
 
     def _loss_inputs(
-        self, t: Trajectories, advantages: np.ndarray, batches: Minibatches
+        self, t: Trajectories, advantages: np.ndarray, batches: Minibatches, clip_range: float
     ) -> LossInputs:
         """What the loss needs of each minibatch's rows, [I, B] each."""
         values = t.values.reshape(-1)
-        picked = advantages[batches.rows]
+        advantage = advantages[batches.rows]
+        if self.config.normalize_advantage:
+            advantage = standardize(advantages, batches)
         return LossInputs(
             old_log_prob=t.log_probs.reshape(-1)[batches.rows],
             old_value=values[batches.rows],
-            advantage=standardize(advantages, batches)
-            if self.config.normalize_advantage
-            else picked,
+            advantage=advantage,
+            limit=surrogate_limit(advantage, clip_range),
             value_target=(values + advantages)[batches.rows],
             weight=batches.weights,
         )
@@ -314,10 +316,7 @@ def ppo_metrics(records: np.ndarray, inputs: LossInputs, clip_range: float) -> d
     log_prob, entropy, value = records[:, 0], records[:, 1], records[:, 2]
     log_ratio = log_prob - inputs.old_log_prob
     ratio = np.exp(log_ratio)
-    surrogate = np.minimum(
-        ratio * inputs.advantage,
-        np.clip(ratio, 1 - clip_range, 1 + clip_range) * inputs.advantage,
-    )
+    surrogate = np.minimum(ratio * inputs.advantage, inputs.limit)
 
     def mean(x: np.ndarray) -> float:
         return float((x * inputs.weight).sum(axis=1).mean())

@@ -38,26 +38,40 @@ class Distribution(nn.Cell):
         return (head,)
 
 
-class CategoricalTerms(nn.Cell):
-    """logits [B, n], one_hot [B, n] -> log-probability [B], entropy [B]; closed-form gradient."""
+class CategoricalLogProb(nn.Cell):
+    """logits [B, n], one_hot [B, n] -> log-probability [B], with closed-form gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.log_softmax = ops.LogSoftmax(-1)
         self.sum = ops.ReduceSum()
 
-    def construct(self, logits: Tensor, one_hot: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = self.log_softmax(logits)
-        return self.sum(log_p * one_hot, -1), -self.sum(ops.exp(log_p) * log_p, -1)
+    def construct(self, logits: Tensor, one_hot: Tensor) -> Tensor:
+        return self.sum(self.log_softmax(logits) * one_hot, -1)
 
     def bprop(self, logits, one_hot, out, dout):  # type: ignore[no-untyped-def]
-        # d log p(a) / d logits = one_hot - p;  d H / d logits = -p (log p + H)
+        # d log p(a) / d logits = one_hot - p
+        p = ops.exp(self.log_softmax(logits))
+        return (one_hot - p) * dout.expand_dims(-1), ops.zeros_like(one_hot)
+
+
+class CategoricalEntropy(nn.Cell):
+    """logits [B, n] -> entropy [B], with closed-form gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_softmax = ops.LogSoftmax(-1)
+        self.sum = ops.ReduceSum()
+
+    def construct(self, logits: Tensor) -> Tensor:
         log_p = self.log_softmax(logits)
-        p = ops.exp(log_p)
-        d_log_prob, d_entropy = dout
-        grad = (one_hot - p) * d_log_prob.expand_dims(-1)
-        grad = grad - p * (log_p + out[1].expand_dims(-1)) * d_entropy.expand_dims(-1)
-        return grad, ops.zeros_like(one_hot)
+        return -self.sum(ops.exp(log_p) * log_p, -1)
+
+    def bprop(self, logits, out, dout):  # type: ignore[no-untyped-def]
+        # d H / d logits = -p (log p + H)
+        log_p = self.log_softmax(logits)
+        grad = ops.exp(log_p) * (log_p + out.expand_dims(-1))
+        return (-grad * dout.expand_dims(-1),)
 
 
 class Categorical(Distribution):
@@ -73,16 +87,15 @@ class Categorical(Distribution):
         self.one_hot = ops.OneHot()
         self.one = Tensor(1.0, mstype.float32)
         self.zero = Tensor(0.0, mstype.float32)
-        self.terms = CategoricalTerms()
+        self.log_prob = CategoricalLogProb()
+        self.entropy = CategoricalEntropy()
 
     def sample(self, parameters: Weights, noise: Tensor) -> Tensor:
         return self.argmax(parameters[0] + noise)
 
     def log_prob_entropy(self, parameters: Weights, raw: Tensor) -> tuple[Tensor, Tensor]:
-        log_prob, entropy = self.terms(
-            parameters[0], self.one_hot(raw, self.head_size, self.one, self.zero)
-        )
-        return log_prob, entropy
+        one_hot = self.one_hot(raw, self.head_size, self.one, self.zero)
+        return self.log_prob(parameters[0], one_hot), self.entropy(parameters[0])
 
     def action(self, raw: Tensor) -> Tensor:
         return raw + self.start if self.start else raw
@@ -131,7 +144,8 @@ class MultiCategorical(Distribution):
         self.one_hot = ops.OneHot()
         self.one = Tensor(1.0, mstype.float32)
         self.zero = Tensor(0.0, mstype.float32)
-        self.terms = CategoricalTerms()
+        self.log_prob = CategoricalLogProb()
+        self.entropy = CategoricalEntropy()
 
     def sample(self, parameters: Weights, noise: Tensor) -> Tensor:
         perturbed = parameters[0] + noise
@@ -146,8 +160,9 @@ class MultiCategorical(Distribution):
         for i in range(len(self.sizes)):
             index = columns[i].reshape((-1,))
             one_hot = self.one_hot(index, self.sizes[i], self.one, self.zero)
-            terms = self.terms(self.columns[i](parameters[0]), one_hot)
-            log_prob, entropy = log_prob + terms[0], entropy + terms[1]
+            logits = self.columns[i](parameters[0])
+            log_prob = log_prob + self.log_prob(logits, one_hot)
+            entropy = entropy + self.entropy(logits)
         return log_prob, entropy
 
     def action(self, raw: Tensor) -> Tensor:

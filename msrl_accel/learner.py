@@ -78,11 +78,9 @@ class FlatAdam(nn.Cell):
     def construct(self, gradients: Weights, step_size: Tensor, epsilon: Tensor) -> Tensor:
         gradient = self.flatten(gradients)
         norm = ops.sqrt(2.0 * self.half_square_sum(gradient))
-        finite = self.is_finite(norm)
-        scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
-        # A product with zero would keep NaN: select before scaling.
-        gradient = ops.select(finite, gradient, ops.zeros_like(gradient))
-        gradient = gradient * ops.select(finite, scale, self.zero)
+        scale = self.max_grad_norm / ops.maximum(norm, self.max_grad_norm)
+        # Select, since a product with zero would keep NaN.
+        gradient = ops.select(self.is_finite(norm), gradient * scale, ops.zeros_like(gradient))
         # The bias correction is in step_size and epsilon, so the kernel's own (1 - beta^t) is 1.
         updated = self.adam(
             self.flat,

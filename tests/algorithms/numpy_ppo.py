@@ -84,6 +84,7 @@ class NumpyPPO:
                     old_log_prob[rows],
                     old_value[rows],
                     a,
+                    np.full(len(rows), np.nan),  # the definition clips the ratio itself
                     advantages[rows] + old_value[rows],
                     np.full(len(rows), 1 / len(rows)),
                 )

@@ -19,6 +19,7 @@ from msrl_accel.algorithms.ppo import (
     PPOLoss,
     explained_variance,
     ppo_loss,
+    surrogate_limit,
 )
 from msrl_accel.config import resolve_config
 from msrl_accel.envs import make_vector
@@ -43,8 +44,8 @@ class LossGraph(nn.Cell):
         super().__init__()
         self.loss = loss
 
-    def construct(self, log_prob, entropy, value, clip_range, *inputs):
-        return self.loss(log_prob, entropy, value, inputs, clip_range)
+    def construct(self, log_prob, entropy, value, *inputs):
+        return self.loss(log_prob, entropy, value, inputs)
 
 
 class PlainLoss(nn.Cell):
@@ -55,13 +56,12 @@ class PlainLoss(nn.Cell):
         self.value_clip = config.value_clip_range
         self.ent_coef, self.vf_coef = config.ent_coef, config.vf_coef
 
-    def construct(self, log_prob, entropy, value, inputs, clip_range):
+    def construct(self, log_prob, entropy, value, inputs):
         return ppo_loss(
             log_prob,
             entropy,
             value,
             inputs,
-            clip_range,
             self.value_clip,
             self.ent_coef,
             self.vf_coef,
@@ -78,7 +78,8 @@ def loss_case():
     value = old_value + np.array([0.0, 0.1, -0.1, 0.8, 0.8, -0.8, -0.8, 0.2, -0.2, 30.0])
     target = old_value + np.array([1.0, -1.0, 0.05, 1.5, -1.5, 1.5, -1.5, 0.1, 0.5, -40.0])
     weight = np.array([1 / 9] * 9 + [0.0])
-    inputs = LossInputs(old_log_prob, old_value, advantage, target, weight)
+    limit = surrogate_limit(advantage, CLIP)
+    inputs = LossInputs(old_log_prob, old_value, advantage, limit, target, weight)
     return old_log_prob + log_ratio, entropy, value, inputs
 
 
@@ -97,7 +98,7 @@ def test_the_loss_and_both_its_gradients_equal_the_definition(branch):
             *changed, inputs, CLIP, config.value_clip_range, config.ent_coef, config.vf_coef
         )
 
-    arguments = tensors(*terms, CLIP, *inputs)
+    arguments = tensors(*terms, *inputs)
     expected = []
     for i in range(3):
 
