@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
-SCRIPTS = ("ppo_cartpole", "ppo_throughput", "ppo_update")
+SCRIPTS = ("inference", "ppo_cartpole", "ppo_throughput", "ppo_update")
 sys.path.insert(0, str(BENCH))
 
 import _report  # noqa: E402
+import inference  # noqa: E402
 import ppo_cartpole  # noqa: E402
 import ppo_throughput  # noqa: E402
 import ppo_update  # noqa: E402
@@ -34,7 +35,7 @@ def test_help_lists_the_common_options_without_any_peer(script: str) -> None:
     assert "--contestant " not in done.stdout
 
 
-@pytest.mark.parametrize("module", [ppo_throughput, ppo_update])
+@pytest.mark.parametrize("module", [inference, ppo_throughput, ppo_update])
 def test_a_number_of_rounds_below_one_is_refused(module: Any) -> None:
     with pytest.raises(SystemExit):
         module.parser().parse_args(["--rounds", "0"])
@@ -212,3 +213,24 @@ def test_ours_is_measured_on_the_library_as_it_is() -> None:
     measured = ppo_update.measure_ours(ppo_update.parser().parse_args(words))
     assert set(measured) == {"graph", "whole"}
     assert measured["whole"] > measured["graph"] > 0
+
+
+def test_latencies_are_of_every_batch_and_of_single_observations_without_a_batch_dimension() -> (
+    None
+):
+    shapes = set()
+    found = inference.latencies(lambda x: shapes.add(x.shape), calls=4)
+    assert shapes == {(4,), (32, 4), (256, 4)}
+    assert list(found) == ["1", "32", "256"]
+    assert all(0 < f["p50"] <= f["p99"] for f in found.values())
+
+
+def test_latency_ratios_are_taken_turn_by_turn() -> None:
+    def turn(p50: float) -> dict[str, dict[str, float]]:
+        return {str(b): {"p50": p50, "p99": 2 * p50} for b in inference.BATCHES}
+
+    peer = inference.PEERS[inference.BASELINE].label
+    text = inference.report({"ours": [turn(10), turn(20)], peer: [turn(100), turn(400)]})
+    (line, *_) = [line for line in text.splitlines() if line.startswith("ours")]
+    assert line.split() == ["ours", "15.0", "30.0", "15.0", "(10.0-20.0)"]
+    assert "speed" not in inference.report({"ours": [turn(10)]})

@@ -1,8 +1,8 @@
 """Microseconds of one call that acts: 64-64 tanh policy of CartPole-v1, batches of 1, 32 and 256.
 
 - msrl_accel: `load_policy(bundle, backend).act(observations)` on every backend that can be used
-  here; "invariant" is the same with `batch_invariant=True`. One call computes action, log-prob,
-  value and logits.
+  here; "invariant" is the same with `batch_invariant=True`. onnx computes the action alone; the
+  others, and every invariant one, also log-prob, value and logits.
 - stable-baselines3: `PPO("MlpPolicy", ...).predict(observations, deterministic=True)`.
 - torch, eager: NumPy to tensor, forward of the actor alone, argmax, tensor to NumPy, in
   inference mode. Neither peer computes the value.
@@ -188,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     facts = begin(args, ["stable-baselines3", "torch", "numpy"])
     facts["versions"].update(installed_versions(sys.executable, ["onnxruntime"]))
+    print(f"onnxruntime {facts['versions']['onnxruntime'] or 'none'}\n")
     results: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         options = ["--calls", str(args.calls), "--bundle", str(Path(folder) / "bundle")]
