@@ -139,11 +139,13 @@ class Policy(nn.Cell):
             *self.distribution.parameter_names,
         )
 
-    def forward(self, weights: Weights, observations: Weights) -> tuple[Weights, Tensor]:
+    def forward(
+        self, weights: Weights, observations: Weights, fixed_batch: bool = False
+    ) -> tuple[Weights, Tensor]:
         """Distribution parameters and value [B]."""
         e = self.ends
         features = self.encoder(observations, weights[: e[0]])
-        hidden = self.torso(features, weights[e[0] : e[1]])
+        hidden = self.torso(features, weights[e[0] : e[1]], fixed_batch)
         head = self.dense(hidden[0], weights[e[1]], weights[e[1] + 1])
         value = self.dense(hidden[-1], weights[e[2]], weights[e[2] + 1])
         return self.distribution.parameters(head, weights[e[3] :]), value.reshape((-1,))
@@ -152,7 +154,7 @@ class Policy(nn.Cell):
         self, weights: Weights, observations: Weights, raw_action: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability, entropy and value [B] as the loss uses them."""
-        parameters, value = self.forward(weights, observations)
+        parameters, value = self.forward(weights, observations, True)
         log_prob, entropy = self.distribution.log_prob_entropy(parameters, raw_action)
         return log_prob, entropy, value
 

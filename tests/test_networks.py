@@ -8,7 +8,7 @@ from policy_helpers import numerical_gradient, spec_of
 from scipy.signal import correlate
 
 from msrl_accel.errors import ConfigError
-from msrl_accel.networks import CNN, MLP, Dense, EnsembleDense, orthogonal
+from msrl_accel.networks import CNN, MLP, Dense, EnsembleDense, FixedBatchEnsembleDense, orthogonal
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -58,18 +58,20 @@ def test_dense_equals_a_matrix_product_and_so_do_its_gradients():
     check_gradients(Dense(), forward, arrays, coefficients)
 
 
-def test_ensemble_dense_is_one_dense_a_member_and_so_are_its_gradients():
+@pytest.mark.parametrize("layer", [EnsembleDense, FixedBatchEnsembleDense])
+def test_ensemble_dense_is_one_dense_a_member_and_so_are_its_gradients(layer):
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=s) for s in ((2, 4, 3), (2, 5, 3), (2, 1, 5))]
     coefficients = rng.normal(size=(2, 4, 5))
-    result = EnsembleDense()(*map(tensor, arrays)).asnumpy()
+    result = layer()(*map(tensor, arrays)).asnumpy()
+    np.testing.assert_array_equal(result, EnsembleDense()(*map(tensor, arrays)).asnumpy())
     dense = Dense()
     for k in range(2):
         x, weight, bias = (a[k] for a in arrays)
         member = dense(tensor(x), tensor(weight), tensor(bias[0])).asnumpy()
         np.testing.assert_allclose(result[k], member, rtol=1e-5, atol=1e-6)
     check_gradients(
-        EnsembleDense(),
+        layer(),
         lambda x, weight, bias: np.einsum("mbi,moi->mbo", x, weight) + bias,
         arrays,
         coefficients,
