@@ -1,6 +1,6 @@
 """Learning curves of the shipped configurations against their targets.
 
-    python tools/learning/run.py                       # every task, all its seeds: about an hour
+    python tools/learning/run.py                       # every task, all its seeds: 20 minutes
     python tools/learning/run.py --tasks CartPole-v1 --seeds 0
 
 Each run is `python -m msrl_accel.train` in a process of its own with the configuration shipped for
