@@ -234,6 +234,7 @@ def test_a_time_limit_does_not_end_the_return():
             if name.startswith("critic"):
                 arrays[name] = np.full_like(arrays[name], value if arrays[name].ndim == 1 else 0)
         trainer.algorithm.policy.load_arrays(arrays)
+        trainer.engine.publish(0)
         trainer.collector.reset(0)
         t = trainer.collector.collect()
         assert t.truncated[:, 0].nonzero()[0].tolist() == [3, 7]
