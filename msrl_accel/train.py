@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,7 @@ def _already_complete(run: Run, step: int, config: TrainConfig) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0, or 2 after one line about what is wrong."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    warnings.formatwarning = lambda message, *_, **__: f"WARNING: {message}\n"
     try:
         args = build_parser(PROG).parse_args(argv)
         config_file = _saved_config(args.resume, args.algo)
