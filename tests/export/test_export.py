@@ -136,6 +136,15 @@ def test_the_command_exports_and_says_what_to_do_next(run_dir, tmp_path, capsys)
     assert Bundle.open(target).file("lite") is None
 
 
+def test_automatic_precision_goes_into_the_manifest_and_the_build_script(run_dir, tmp_path):
+    bundle = export_run(run_dir, tmp_path / "bundle", formats=("onnx", "om"), precision="auto")
+    chosen = bundle.manifest["precision"]
+    assert chosen != "auto"
+    if bundle.file("om") is None:  # no CANN here
+        script = (bundle.path / "build_om.sh").read_text()
+        assert f"--precision_mode_v2={chosen}" in script
+
+
 def test_the_exported_policy_acts_as_the_run(run_dir, tmp_path):
     from msrl_accel.run import load_run
     from msrl_accel.runtime.load import load_policy
