@@ -13,8 +13,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+from msrl_accel.commandline import CommandParser
 from msrl_accel.config_schema import (
     Field,
     FieldSpec,
@@ -215,8 +216,8 @@ def _build(
     return cls(**arguments)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes as `ConfigError`; its help lists the keys of the chosen algorithm."""
+class _Parser(CommandParser):
+    """Its help lists the keys of the chosen algorithm."""
 
     algorithm_sections: AlgorithmSections | None = None
     _algo: str | None = None
@@ -249,9 +250,6 @@ class _Parser(argparse.ArgumentParser):
             )
         ]
         return f"; did you mean --set {keys[0]}=VALUE?" if keys else "; see --help"
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(" ".join(message.split()))
 
     def format_help(self) -> str:
         return super().format_help() + "\n" + _help_keys(self._algo, self.algorithm_sections)

@@ -8,8 +8,9 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from msrl_accel.commandline import CommandParser
 from msrl_accel.errors import ConfigError, MsrlError
 from msrl_accel.progress import format_summary
 from msrl_accel.run import Run, WhichCheckpoint
@@ -91,16 +92,11 @@ def _render(
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes as `ConfigError`, like the command line of training."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(" ".join(message.split()))
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Command line of evaluation. Mistakes raise `ConfigError`; ``--help`` prints and exits."""
-    parser = _Parser(prog=PROG, description="Evaluate the policy of a run.", allow_abbrev=False)
+    parser = CommandParser(
+        prog=PROG, description="Evaluate the policy of a run.", allow_abbrev=False
+    )
     parser.add_argument("run", metavar="RUN", help="Run directory.")
     parser.add_argument(
         "--episodes",

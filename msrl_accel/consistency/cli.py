@@ -8,8 +8,8 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from msrl_accel.commandline import CommandParser
 from msrl_accel.consistency.checker import RECORDED_ROWS, check_consistency
 from msrl_accel.consistency.precision import parse_modes
 from msrl_accel.consistency.report import ConsistencyReport
@@ -19,16 +19,9 @@ PROG = "msrl-check"
 CONSISTENT, INCONSISTENT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes as `ConfigError`, like the command line of training."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(" ".join(message.split()))
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Command line of the checker. Mistakes raise `ConfigError`; ``--help`` prints and exits."""
-    parser = _Parser(
+    parser = CommandParser(
         prog=PROG,
         description="Check that every exported form of a policy acts as the trained one does.",
         epilog="Exit status: 0 consistent, 1 not consistent, 2 bad input.",

@@ -8,8 +8,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from msrl_accel.commandline import CommandParser
 from msrl_accel.errors import ConfigError, MsrlError
 from msrl_accel.export.bundle import Bundle, describe_parity, staged
 from msrl_accel.export.manifest import FORMATS
@@ -91,16 +92,9 @@ def _precision(run: Run, policy: Policy, wanted: str) -> str:
     return wanted
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes as `ConfigError`, like the command line of training."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(" ".join(message.split()))
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Command line of the export. Mistakes raise `ConfigError`; ``--help`` prints and exits."""
-    parser = _Parser(
+    parser = CommandParser(
         prog=PROG,
         description="Export the policy of a run as a bundle, and prove that it acts the same.",
         allow_abbrev=False,
