@@ -1,0 +1,1 @@
+"""Text tasks with verifiable rewards."""

@@ -1,0 +1,1 @@
+"""Language models: decoder-only Cells, generation, weights from disk, losses and updates."""
