@@ -31,3 +31,7 @@ class ExportError(MsrlError):
 
 class BundleError(MsrlError):
     """A bundle is missing, damaged, or cannot be used here."""
+
+
+class LMError(MsrlError):
+    """A language model, its tokenizer or its files cannot be used."""
