@@ -1,20 +1,24 @@
-"""What the training loop needs of an algorithm."""
+"""What the training loops need of an algorithm."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from msrl_accel.config import Section, TrainConfig
+from msrl_accel.config import Field, Section, TrainConfig
 from msrl_accel.policy import Policy
+from msrl_accel.runtime.base import ActResult
 from msrl_accel.spaces import PolicySpec
 from msrl_accel.trajectories import Trajectories
 
+if TYPE_CHECKING:
+    from msrl_accel.replay import ReplayBatch
+
 
 class Algorithm(ABC):
-    """An on-policy algorithm: a policy graph and one compiled update.
+    """A policy graph and one compiled update.
 
     Args:
         config: the whole resolved configuration.
@@ -23,11 +27,33 @@ class Algorithm(ABC):
 
     Config: ClassVar[type[Section]]
     policy: Policy
-    n_steps: int
-    """Steps each environment takes between updates."""
 
     @abstractmethod
     def __init__(self, config: TrainConfig, spec: PolicySpec) -> None: ...
+
+    @classmethod
+    def build_policy(cls, config: TrainConfig, spec: PolicySpec) -> Policy:
+        """The policy alone, as acting and export need it.
+
+        Raises:
+            SpaceError: the algorithm cannot act in such spaces.
+        """
+        return Policy(spec, config.policy, config.seed)
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Optimiser state and counters: a tree of dicts, ndarrays and JSON values."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+
+
+class OnPolicyAlgorithm(Algorithm):
+    """Trains on the steps its present policy has just taken."""
+
+    n_steps: int
+    """Steps each environment takes between updates."""
 
     @abstractmethod
     def update(
@@ -43,10 +69,58 @@ class Algorithm(ABC):
             Metrics of the update.
         """
 
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Optimiser state and counters: a tree of dicts, ndarrays and JSON values."""
+
+class OffPolicyConfig(Section):
+    """What every algorithm that learns from a replay is asked."""
+
+    buffer_size: int = Field(1_000_000, ge=1)
+    """Transitions the replay holds; the oldest are overwritten."""
+    learning_starts: int = Field(100, ge=1)
+    """Transitions of random actions before the first update."""
+    batch_size: int = Field(256, ge=1)
+    """Transitions of one gradient step."""
+    train_freq: int = Field(1, ge=1)
+    """Environment transitions between updates, counted over all environments."""
+    gradient_steps: int = Field(1, ge=1)
+    """Gradient steps of one update, all in one call of the compiled graph."""
+    gamma: float = Field(0.99, gt=0, le=1)
+    """Discount."""
+    n_step: int = Field(1, ge=1)
+    """Rewards summed before bootstrapping."""
+    replay: str = Field("uniform", choices=("uniform", "prioritized"))
+    """How transitions are drawn (Schaul et al. 2016, arXiv:1511.05952)."""
+    priority_alpha: float = Field(0.6, ge=0, le=1)
+    """Exponent of priorities; 0 is uniform."""
+    priority_beta: float = Field(0.4, ge=0, le=1)
+    """Exponent of importance weights at the start; it rises to 1 over the run."""
+    share_next_observations: bool = Field(False)
+    """Whether successors are stored once: half the memory of images, final observations kept."""
+    replay_dir: str | None = Field(None)
+    """Directory of memory-mapped files for a replay larger than memory; null keeps it in memory."""
+    save_replay: bool = Field(False)
+    """Whether checkpoints hold the replay: resuming is then exact."""
+
+
+class OffPolicyAlgorithm(Algorithm):
+    """Trains on transitions drawn from a replay, whatever policy made them."""
+
+    def explore(
+        self, acted: ActResult, rng: np.random.Generator, progress: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Raw and environment actions [N, ...] taken in training: the policy's own samples.
+
+        Args:
+            progress: share of the run's steps done, 0 to 1.
+        """
+        return acted.raw_action, acted.action
 
     @abstractmethod
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+    def update(self, batch: ReplayBatch, progress: float) -> tuple[dict[str, float], np.ndarray]:
+        """Gradient steps on batches [k, B, ...], in one call of the compiled graph.
+
+        Args:
+            progress: share of the run's steps done, 0 to 1, for schedules.
+
+        Returns:
+            Metrics, and the absolute temporal-difference errors [k, B].
+        """

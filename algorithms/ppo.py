@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from msrl_accel.algorithms.base import Algorithm
+from msrl_accel.algorithms.base import OnPolicyAlgorithm
 from msrl_accel.config import Field, Section, TrainConfig
 from msrl_accel.learner import FlatAdam, GradientWatch, adam_step_sizes, schedule
 from msrl_accel.minibatches import Minibatches, make_minibatches, n_minibatches, standardize
@@ -204,7 +204,7 @@ class PPOUpdate(nn.Cell):
         return i
 
 
-class PPO(Algorithm):
+class PPO(OnPolicyAlgorithm):
     """PPO with generalised advantage estimation."""
 
     Config = PPOConfig
@@ -213,7 +213,7 @@ class PPO(Algorithm):
         assert isinstance(config.algorithm, PPOConfig)
         self.config: PPOConfig = config.algorithm
         self.n_steps = self.config.n_steps
-        self.policy = Policy(spec, config.policy, config.seed)
+        self.policy = self.build_policy(config, spec)
         n_rows = self.n_steps * config.n_envs
         # A minibatch larger than the whole batch would only add padding.
         self.config = self.config.replace(batch_size=min(self.config.batch_size, n_rows))

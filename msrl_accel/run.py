@@ -131,14 +131,14 @@ class Run:
     def load_policy(self, which: WhichCheckpoint = "last") -> ActingPolicy:
         """The policy of a checkpoint: 'last', 'best', or a step."""
         from msrl_accel.acting import ActingPolicy
+        from msrl_accel.algorithms import algorithm_class
         from msrl_accel.device import set_up
-        from msrl_accel.policy import Policy
         from msrl_accel.runtime.graph import GraphRuntime
 
         checkpoint = self.checkpoints.load(which)
         set_up(self.config.runtime)
         spec = PolicySpec.from_dict(checkpoint.meta["spec"])
-        policy = Policy(spec, self.config.policy, self.config.seed)
+        policy = algorithm_class(self.config.algo).build_policy(self.config, spec)
         policy.load_arrays(policy_arrays(checkpoint))
         return ActingPolicy(GraphRuntime(policy, version=checkpoint.step), self.config.seed)
 

@@ -199,6 +199,23 @@ class PolicySpec:
         uniform = np.clip(rng.random(full, dtype=np.float32), 1e-7, 1 - 1e-7)
         return (np.log(uniform) - np.log1p(-uniform)).astype(np.float32)
 
+    def random_actions(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Uniform actions of a bounded space: raw as a distribution draws them, and as acted.
+
+        Returns:
+            raw [n, *raw_shape] (continuous: in [-1, 1]), and the same in environment units
+            [n, *shape].
+        """
+        a = self.action
+        if a.kind == "continuous":
+            raw = rng.uniform(-1.0, 1.0, (n, a.size)).astype(np.float32)
+            low, high = (b.reshape(-1).astype(np.float64) for b in a.bounds)
+            return raw, (low + (raw + 1.0) * 0.5 * (high - low)).reshape((n, *a.shape))
+        sizes = (2,) * a.size if a.kind == "multi_binary" else a.sizes
+        raw = rng.integers(0, sizes, (n, len(sizes)), np.int32)
+        actions = (raw + np.array(a.starts or 0, np.int32)).reshape((n, *a.shape))
+        return raw.reshape((n, *a.raw_shape)), actions
+
     def zero_noise(self, shape: tuple[int, ...]) -> np.ndarray:
         """The noise of the deterministic policy."""
         return np.zeros((*shape, self.action.noise_size), np.float32)

@@ -22,7 +22,7 @@ from msrl_accel.run import (
 )
 
 if TYPE_CHECKING:
-    from msrl_accel.pipeline.sync import SyncTrainer
+    from msrl_accel.pipeline.trainer import Trainer
 
 PROG = "python -m msrl_accel.train"
 
@@ -97,24 +97,25 @@ def _train(config: TrainConfig, resume: str | Path | None) -> Run:
         trainer.close()
 
 
-def _make_trainer(config: TrainConfig, resume: str | Path | None) -> SyncTrainer:
+def _make_trainer(config: TrainConfig, resume: str | Path | None) -> Trainer:
     # Imports MindSpore, which config errors need not wait for.
-    from msrl_accel.pipeline.sync import SyncTrainer
+    from msrl_accel.pipeline import trainer_class
 
+    make = trainer_class(config)
     if resume is not None:
         run = Run(resume)
         check_resumable(run, config)
-        return SyncTrainer(config, run)
+        return make(config, run)
     config = config.replace(run_dir=config.run_dir or default_run_dir(config))
     run = Run.create(config)
     try:
-        return SyncTrainer(config, run)
+        return make(config, run)
     except BaseException:
         run.discard()
         raise
 
 
-def _evaluate(trainer: SyncTrainer) -> None:
+def _evaluate(trainer: Trainer) -> None:
     """The closing evaluation, into the run's summary."""
     run, config = trainer.run, trainer.config
     results = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 
-from msrl_accel.config import PolicyConfig
+from msrl_accel.algorithms import algorithm_class
+from msrl_accel.config import resolve_config
 from msrl_accel.errors import BundleError, ExportError
 from msrl_accel.export.bundle import Bundle
 from msrl_accel.export.manifest import arrays_digest
@@ -55,9 +56,8 @@ def policy_of(bundle: Bundle) -> Policy:
     file = bundle.file("mindir")
     if file is None:
         raise BundleError(f"{bundle.path} has no MindIR file to take the weights from")
-    policy = Policy(
-        bundle.spec, PolicyConfig(**bundle.manifest["config"]["policy"]), bundle.manifest["seed"]
-    )
+    config = resolve_config(tuned=False, overrides=bundle.manifest["config"])
+    policy = algorithm_class(config.algo).build_policy(config, bundle.spec)
     data = file.read_bytes()
     slots = weight_slots(data)
     arrays = {}
