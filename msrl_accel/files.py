@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Union
 
@@ -36,6 +38,47 @@ def write_bytes_synced(path: PathLike, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` to write in, moved to its place when the block ends well.
+
+    Until then `target` is as it was, absent or with its old content: a failure, a full disk or a
+    kill leaves nothing half-written under its name. What is in an existing `target` is removed.
+
+    Raises:
+        OSError: a folder or file cannot be written or moved.
+    """
+    staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        for file in staging.iterdir():
+            _sync_file(file)
+        sync_directory(staging)
+        _replace_folder(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _replace_folder(staging: Path, target: Path) -> None:
+    old = staging.with_suffix(".old")
+    if target.exists():
+        os.rename(target, old)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        if old.exists():
+            os.rename(old, target)
+        raise
+    sync_directory(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_file(file: Path) -> None:
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def sync_directory(directory: PathLike) -> None:

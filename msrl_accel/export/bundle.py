@@ -6,25 +6,21 @@ Opening one needs NumPy alone: no MindSpore, no Gymnasium.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
 from msrl_accel import html
 from msrl_accel.errors import BundleError, ExportError
 from msrl_accel.export.manifest import FORMATS, file_digest, parse, parse_spec
-from msrl_accel.files import sync_directory
+from msrl_accel.files import PathLike, staged_folder
 from msrl_accel.spaces import PolicySpec
 
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
-PathLike = Union[str, "os.PathLike[str]"]
 
 _COPY_AGAIN = "copy or export the bundle again"
 
@@ -184,21 +180,14 @@ def staged(target: Path, *, force: bool) -> Iterator[Path]:
         ExportError: `target` exists and is not to be replaced, or cannot be written.
     """
     _check_target(target, force)
-    staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:
-        staging.mkdir(parents=True)
-        yield staging
-        for file in staging.iterdir():
-            _sync(file)
-        sync_directory(staging)
-        _replace(staging, target)
+        with staged_folder(target) as staging:
+            yield staging
     except OSError as error:
         raise ExportError(
             f"cannot write {target}: {error.strerror or error}; free disk space, or choose "
             "another folder with --out"
         ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -214,18 +203,3 @@ def _check_target(target: Path, force: bool) -> None:
         ) from error
     if not force:
         raise ExportError(f"{target} already holds a bundle: replace it with --force, or use --out")
-
-
-def _replace(staging: Path, target: Path) -> None:
-    """Move the new folder into place and remove the old one."""
-    old = staging.with_suffix(".old")
-    if target.exists():
-        os.rename(target, old)
-    os.rename(staging, target)
-    sync_directory(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(file: Path) -> None:
-    with open(file, "rb") as opened:
-        os.fsync(opened.fileno())
