@@ -6,7 +6,7 @@ from typing import Any
 
 from msrl_accel.normalize import RunningMeanStd
 from msrl_accel.policy import Policy
-from msrl_accel.trajectories import Trajectories
+from msrl_accel.spaces import Observations
 
 
 class ObservationStatistics:
@@ -22,12 +22,12 @@ class ObservationStatistics:
             o.name: RunningMeanStd(o.shape) for o in policy.spec.observations if o.dtype != "uint8"
         }
 
-    def update(self, trajectories: Trajectories) -> None:
-        """Add a batch of trajectories and hand the new statistics to the policy."""
-        for spec, array in zip(self.policy.spec.observations, trajectories.observations):
+    def update(self, observations: Observations) -> None:
+        """Add rows [R, ...] of observations and hand the new statistics to the policy."""
+        for spec, rows in zip(self.policy.spec.observations, observations):
             if spec.name in self.statistics:
                 statistics = self.statistics[spec.name]
-                statistics.update(trajectories.flat(array))
+                statistics.update(rows)
                 self.policy.set_normalizer(spec.name, statistics.mean, statistics.var)
 
     def state(self) -> dict[str, Any]:

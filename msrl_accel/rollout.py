@@ -14,14 +14,56 @@ from msrl_accel.spaces import Observations
 from msrl_accel.trajectories import Trajectories
 
 
-class Collector:
-    """Steps a vector environment with a policy.
+class EnvironmentLoop:
+    """Environments, the policy that acts in them, and where they stand.
 
     Args:
         env: the environments.
         runtime: acts for them, always at batch `env.num_envs`.
-        n_steps: steps of each environment in one batch of trajectories.
         rng: source of the policy's noise.
+    """
+
+    def __init__(self, env: VectorEnv, runtime: PolicyRuntime, rng: np.random.Generator) -> None:
+        self.env = env
+        self.runtime = runtime
+        self.spec = runtime.spec
+        self.rng = rng
+        self.episodes = EpisodeStats(env.num_envs)
+        self.observations: Observations = ()
+
+    def reset(self, seed: int | None) -> None:
+        """Start all environments anew."""
+        self.observations = self.env.reset(seed)
+
+    def state(self) -> dict[str, Any]:
+        """All that decides what comes next, apart from the policy.
+
+        Environments that cannot be saved give None: they start new episodes after a restore.
+        """
+        return {
+            "env": self.env.state(),
+            "rng": self.rng.bit_generator.state,
+            "episodes": self.episodes.state(),
+        }
+
+    def restore(self, state: dict[str, Any], reset_seed: int) -> bool:
+        """Inverse of `state`; returns whether the environments continue exactly where they were."""
+        self.rng.bit_generator.state = state["rng"]
+        self.episodes.restore(state["episodes"])
+        # Either side may be unable to: the run may continue with another kind of vectorisation.
+        if state["env"] is None or self.env.state() is None:
+            self.reset(reset_seed)
+            self.episodes.abandon_running()
+            return False
+        self.observations = self.env.restore(state["env"])
+        return True
+
+
+class Collector(EnvironmentLoop):
+    """Steps a vector environment with a policy into trajectories.
+
+    Args:
+        n_steps: steps of each environment in one batch of trajectories.
         reward_normalizer: scales the rewards that training sees; episode returns stay raw.
     """
 
@@ -33,18 +75,9 @@ class Collector:
         rng: np.random.Generator,
         reward_normalizer: RewardNormalizer | None = None,
     ) -> None:
-        self.env = env
-        self.runtime = runtime
-        self.spec = runtime.spec
+        super().__init__(env, runtime, rng)
         self.n_steps = n_steps
-        self.rng = rng
         self.reward_normalizer = reward_normalizer
-        self.episodes = EpisodeStats(env.num_envs)
-        self.observations: Observations = ()
-
-    def reset(self, seed: int | None) -> None:
-        """Start all environments anew."""
-        self.observations = self.env.reset(seed)
 
     def collect(self) -> Trajectories:
         """Take `n_steps` steps in each environment."""
@@ -126,27 +159,10 @@ class Collector:
         return values
 
     def state(self) -> dict[str, Any]:
-        """All that decides what the next batch will be, apart from the policy.
-
-        Environments that cannot be saved give None: they start new episodes after a restore.
-        """
-        return {
-            "env": self.env.state(),
-            "rng": self.rng.bit_generator.state,
-            "episodes": self.episodes.state(),
-            "reward_normalizer": self.reward_normalizer and self.reward_normalizer.state(),
-        }
+        normalizer = self.reward_normalizer and self.reward_normalizer.state()
+        return {**super().state(), "reward_normalizer": normalizer}
 
     def restore(self, state: dict[str, Any], reset_seed: int) -> bool:
-        """Inverse of `state`; returns whether the environments continue exactly where they were."""
-        self.rng.bit_generator.state = state["rng"]
-        self.episodes.restore(state["episodes"])
         if self.reward_normalizer is not None and state["reward_normalizer"] is not None:
             self.reward_normalizer.restore(state["reward_normalizer"])
-        # Either side may be unable to: the run may continue with another kind of vectorisation.
-        if state["env"] is None or self.env.state() is None:
-            self.reset(reset_seed)
-            self.episodes.abandon_running()
-            return False
-        self.observations = self.env.restore(state["env"])
-        return True
+        return super().restore(state, reset_seed)

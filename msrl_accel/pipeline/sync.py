@@ -50,7 +50,7 @@ class SyncTrainer(Trainer):
         )
         updated = time.perf_counter()
         if self.statistics is not None:
-            self.statistics.update(trajectories)
+            self.statistics.update(tuple(map(trajectories.flat, trajectories.observations)))
         self.step += int(trajectories.valid.sum())
         self.iteration += 1
         self.engine.publish(self.iteration)

@@ -272,7 +272,7 @@ def test_collecting_and_updating_compile_once_each_and_agree():
             trajectories = collector.collect()
             metrics = ppo.update(trajectories, i / 8, rng)
             # New constants in both graphs, which must go on to agree.
-            statistics.update(trajectories)
+            statistics.update(tuple(map(trajectories.flat, trajectories.observations)))
             assert metrics["ratio_error"] < 1e-5
             assert metrics["approx_kl"] >= 0
             assert 0 <= metrics["clip_fraction"] <= 1
