@@ -35,3 +35,7 @@ class BundleError(MsrlError):
 
 class LMError(MsrlError):
     """A language model, its tokenizer or its files cannot be used."""
+
+
+class ReplayError(MsrlError):
+    """Experience replay was given what it cannot store, or asked for what it does not hold."""
