@@ -123,6 +123,7 @@ def _resolve(
         path = find_tuned(algo, env)
         if path is not None:
             layers = [_Layer(f"configs/{algo}/{path.name}", read_mapping(path)), *layers]
+    layers = [_Layer(f"defaults of {algo}", section.run_defaults), *layers]
     cls = train_config_class(algo, section)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}

@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, Callable, TypeVar, Union, cast
+from typing import Any, Callable, ClassVar, TypeVar, Union, cast
 
 from msrl_accel.config_types import Mismatch, bad_value, convert, one_of, show
 from msrl_accel.errors import ConfigError
@@ -98,6 +98,9 @@ class Section:
 
     Keyword arguments are converted and checked as in a file; a wrong one raises `ConfigError`.
     """
+
+    run_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Of an algorithm's section: its own defaults for the rest of the configuration."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
