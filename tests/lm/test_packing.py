@@ -1,0 +1,169 @@
+"""Packing: every token once, nothing mixed, budgets held, whatever the lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrl_accel.errors import LMError
+from msrl_accel.lm.packing import MicroBatch, Packer, Sequences
+
+
+def make_sequences(prompt_lengths, prompt_index, lengths, seed=0, keep=1.0):
+    """Random tokens from 1 on, so that 0 is padding alone."""
+    rng = np.random.default_rng(seed)
+    longest = max([*lengths, 1])
+    mask = np.arange(longest) < np.array(lengths)[:, None]
+    return Sequences(
+        prompts=[rng.integers(1, 1000, n).astype(np.int32) for n in prompt_lengths],
+        prompt_index=np.array(prompt_index),
+        tokens=rng.integers(1, 1000, (len(lengths), longest)).astype(np.int32),
+        lengths=np.array(lengths),
+        mask=mask & (rng.random(mask.shape) < keep),
+    )
+
+
+def visible(batch: MicroBatch, source: int) -> np.ndarray:
+    """Indices of the row that the token at flat index `source` sees, by the rule of the model."""
+    row, column = divmod(source, batch.tokens.shape[1])
+    segments = batch.segments[row]
+    seen = (segments == segments[column]) | (segments == batch.prefixes[row, column])
+    return np.flatnonzero(seen & (np.arange(len(segments)) <= column))
+
+
+def contexts(batch: MicroBatch):
+    """(slot, target, tokens seen, their positions) of every prediction."""
+    for source, target, slot in zip(batch.sources, batch.targets, batch.slots):
+        if slot >= 0:
+            row = source // batch.tokens.shape[1]
+            seen = visible(batch, source)
+            yield slot, target, batch.tokens[row, seen], batch.positions[row, seen]
+
+
+@st.composite
+def cases(draw):
+    n_prompts = draw(st.integers(1, 6))
+    prompt_lengths = draw(st.lists(st.integers(1, 9), min_size=n_prompts, max_size=n_prompts))
+    n = draw(st.integers(1, 25))
+    prompt_index = draw(st.lists(st.integers(0, n_prompts - 1), min_size=n, max_size=n))
+    lengths = draw(st.lists(st.integers(0, 12), min_size=n, max_size=n))
+    keep = draw(st.sampled_from((1.0, 0.6, 0.0)))
+    sequences = make_sequences(prompt_lengths, prompt_index, lengths, draw(st.integers(0, 9)), keep)
+    return sequences, draw(st.integers(21, 200)), draw(st.booleans())
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_each_prediction_once_and_sees_its_own_sequence_only(case):
+    sequences, budget, share = case
+    width = sequences.tokens.shape[1]
+    seen: list[int] = []
+    for batch in Packer(budget, share_prompts=share).pack(sequences):
+        assert batch.tokens.size <= budget
+        for slot, target, tokens, positions in contexts(batch):
+            n, t = divmod(int(slot), width)
+            prompt = sequences.prompts[sequences.prompt_index[n]]
+            assert target == sequences.tokens[n, t]
+            assert tokens.tolist() == [*prompt, *sequences.tokens[n, :t]]
+            assert positions.tolist() == list(range(len(tokens)))
+            seen.append(int(slot))
+    assert sorted(seen) == np.flatnonzero(sequences.mask).tolist()
+
+
+@given(cases())
+@settings(max_examples=50, deadline=None)
+def test_completions_keep_apart_and_padding_is_marked(case):
+    sequences, budget, share = case
+    width = sequences.tokens.shape[1]
+    for batch in Packer(budget, share_prompts=share).pack(sequences):
+        padding = batch.slots < 0
+        assert np.all(batch.tokens[batch.segments < 0] == 0)
+        assert np.all(batch.tokens[batch.segments >= 0] > 0)
+        assert not batch.targets[padding].any() and not batch.sources[padding].any()
+        owner = batch.slots[~padding] // width
+        pairs = set(zip(owner.tolist(), batch.sequence[~padding].tolist()))
+        assert len(pairs) == len({n for n, _ in pairs}) == len({s for _, s in pairs})
+
+
+@given(cases())
+@settings(max_examples=50, deadline=None)
+def test_gather_and_scatter_are_inverse(case):
+    sequences, budget, share = case
+    values = np.random.default_rng(0).standard_normal((*sequences.tokens.shape, 2))
+    back = np.zeros_like(values)
+    for batch in Packer(budget, share_prompts=share).pack(sequences):
+        gathered = batch.gather(values)
+        assert not gathered[batch.slots < 0].any()
+        batch.scatter(gathered, back)
+    np.testing.assert_array_equal(back, np.where(sequences.mask[..., None], values, 0.0))
+
+
+def test_a_chosen_part_is_packed_alone():
+    sequences = make_sequences([3, 4], [0, 0, 1, 1], [2, 3, 4, 1])
+    batches = Packer(64).pack(sequences, rows=[1, 2])
+    slots = np.concatenate([b.slots[b.slots >= 0] for b in batches])
+    assert sorted(set(slots // 4)) == [1, 2]
+    assert Packer(64).pack(sequences, rows=[]) == []
+
+
+def test_a_shared_prompt_stands_in_its_row_once():
+    sequences = make_sequences([10], [0] * 8, [4] * 8)
+    shared = Packer(64).pack(sequences)
+    repeated = Packer(1024, share_prompts=False).pack(sequences)
+    assert sum(int((b.segments >= 0).sum()) for b in shared) == 10 + 8 * 4
+    assert sum(int((b.segments >= 0).sum()) for b in repeated) == 8 * (10 + 4)
+
+
+def test_without_sharing_prompt_and_completion_are_one_segment():
+    (batch,) = Packer(64, share_prompts=False).pack(make_sequences([2, 3], [0, 1], [2, 1]))
+    np.testing.assert_array_equal(batch.segments, batch.prefixes)
+    assert sorted(np.unique(batch.segments[batch.segments >= 0], return_counts=True)[1]) == [4, 4]
+
+
+def test_a_group_longer_than_a_row_repeats_its_prompt():
+    sequences = make_sequences([24], [0] * 8, [20] * 8)
+    batches = Packer(64).pack(sequences)
+    assert len(batches) == 4
+    assert sum(int((b.segments >= 0).sum()) for b in batches) == 4 * 24 + 8 * 20
+
+
+def test_shapes_stay_the_same_while_lengths_vary_a_little():
+    packer = Packer(2048)
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        lengths = rng.integers(20, 41, 64)
+        packer.pack(make_sequences([9] * 8, np.repeat(np.arange(8), 8), lengths.tolist()))
+    assert len(packer.shapes) <= 2
+
+
+def test_a_resumed_packer_packs_as_the_first():
+    first, second = Packer(512), Packer(512)
+    for n in (5, 20, 33):
+        first.pack(make_sequences([7], [0] * 6, [n] * 6))
+    second.restore(first.state())
+    sequences = make_sequences([7], [0] * 6, [21] * 6)
+    for a, b in zip(first.pack(sequences), second.pack(sequences)):
+        assert a.shape == b.shape
+        np.testing.assert_array_equal(a.slots, b.slots)
+
+
+def test_predictions_are_spread_evenly_over_micro_batches():
+    lengths = [30] * 8 + [3] * 56
+    batches = Packer(256, share_prompts=False).pack(make_sequences([2] * 64, range(64), lengths))
+    counts = [int((b.slots >= 0).sum()) for b in batches]
+    assert len(counts) > 1 and max(counts) - min(counts) <= 32
+
+
+def test_a_sequence_longer_than_the_budget_is_an_error():
+    sequences = make_sequences([10, 10], [0, 1], [5, 30])
+    with pytest.raises(LMError, match=r"completion 1 has 40 tokens .*token_budget = 32"):
+        Packer(32).pack(sequences)
+
+
+def test_an_empty_prompt_and_no_budget_are_errors():
+    with pytest.raises(LMError, match="completion 1 has an empty prompt"):
+        Packer(32).pack(make_sequences([3, 0], [0, 1], [5, 5]))
+    with pytest.raises(LMError, match="token_budget = 0"):
+        Packer(0)
