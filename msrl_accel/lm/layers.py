@@ -1,0 +1,129 @@
+"""The layers of a decoder as functions of explicit weights, for whole rows of tokens.
+
+Activations are matrices [N, features] with N = rows * tokens, since products of matrices are what
+a CPU does best.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from msrl_accel.lm.config import LMConfig
+from msrl_accel.networks import Weights
+
+MASKED = -1e30
+"""Added to the score of a token that must not be seen; finite, so that no difference is NaN."""
+
+
+class RMSNorm(nn.Cell):
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis (Zhang & Sennrich 2019)."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.matmul = ops.MatMul()
+
+    def inverse_rms(self, x: Tensor) -> Tensor:
+        return ops.rsqrt((x * x).mean(-1, keep_dims=True) + self.epsilon)
+
+    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [N, H], weight [H] -> [N, H]."""
+        return x * self.inverse_rms(x) * weight
+
+    def bprop(self, x, weight, out, dout):  # type: ignore[no-untyped-def]
+        inverse_rms = self.inverse_rms(x)
+        normed = x * inverse_rms
+        weight_grad = self.matmul(ops.ones((1, x.shape[0]), x.dtype), dout * normed)
+        dnormed = dout * weight
+        dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keep_dims=True))
+        return dx, weight_grad.reshape((-1,))
+
+
+class Block(nn.Cell):
+    """One decoder layer on [B, T] tokens; holds no weights, so that all layers share it."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.qkv_bias, self.qk_norm = config.qkv_bias, config.qk_norm
+        self.order = layer_order(config)
+        self.norm = RMSNorm(config.rms_norm_eps)
+        self.linear = ops.MatMul(transpose_b=True)
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.mix = ops.BatchMatMul()
+        self.softmax = ops.Softmax(-1)
+
+    def project(self, x: Tensor, weights: Weights, name: str) -> Tensor:
+        y = self.linear(x, weights[self.order[f"{name}.weight"]])
+        if self.qkv_bias:
+            y = y + weights[self.order[f"{name}.bias"]]
+        return y
+
+    def heads(self, x: Tensor, weights: Weights, name: str, rows: int) -> Tensor:
+        """Projection to [B, heads, T, head_dim], normalised where the architecture does so."""
+        y = self.project(x, weights, f"self_attn.{name}_proj")
+        if self.qk_norm and name != "v":
+            y = self.norm(
+                y.reshape((-1, self.head_dim)), weights[self.order[f"self_attn.{name}_norm.weight"]]
+            )
+        n = self.n_heads if name == "q" else self.n_kv_heads
+        return ops.transpose(y.reshape((rows, -1, n, self.head_dim)), (0, 2, 1, 3))
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn pairs (i, i + head_dim / 2) of x [B, heads, T, head_dim] by cos, sin [B, 1, T, .]"""
+        half = self.head_dim // 2
+        first, second = ops.split(x, half, -1)
+        return ops.concat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def attend(self, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, bias: Tensor) -> Tensor:
+        """x [B * T, H] normed -> [B * T, n_heads * head_dim]; bias [B * kv, group * T, T].
+
+        The queries that share a key head are rows of one product: keys are never repeated.
+        """
+        rows, tokens = cos.shape[0], cos.shape[2]
+        kv, d = rows * self.n_kv_heads, self.head_dim
+        q = self.rotate(self.heads(x, weights, "q", rows), cos, sin) * self.scale
+        k = self.rotate(self.heads(x, weights, "k", rows), cos, sin)
+        v = self.heads(x, weights, "v", rows)
+        scores = self.scores(q.reshape((kv, -1, d)), k.reshape((kv, tokens, d)))
+        y = self.mix(self.softmax(scores + bias), v.reshape((kv, tokens, d)))
+        y = ops.transpose(y.reshape((rows, self.n_heads, tokens, d)), (0, 2, 1, 3))
+        return y.reshape((rows * tokens, self.n_heads * d))
+
+    def construct(
+        self, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, bias: Tensor
+    ) -> Tensor:
+        order = self.order
+        h = self.norm(x, weights[order["input_layernorm.weight"]])
+        h = self.attend(h, weights, cos, sin, bias)
+        x = x + self.linear(h, weights[order["self_attn.o_proj.weight"]])
+        h = self.norm(x, weights[order["post_attention_layernorm.weight"]])
+        gate = self.linear(h, weights[order["mlp.gate_proj.weight"]])
+        up = self.linear(h, weights[order["mlp.up_proj.weight"]])
+        return x + self.linear(ops.silu(gate) * up, weights[order["mlp.down_proj.weight"]])
+
+
+def layer_order(config: LMConfig) -> dict[str, int]:
+    """Name of a layer's weight -> its place among the layer's weights."""
+    prefix = "model.layers.0."
+    names = [name for name in config.weight_shapes() if name.startswith(prefix)]
+    return {name[len(prefix) :]: i for i, name in enumerate(names)}
+
+
+def initial_weight(
+    config: LMConfig, name: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> np.ndarray:
+    """Start of training from nothing: as GPT-2 (Radford et al. 2019), biases zero, norms one.
+
+    Matrices are normal of deviation 0.02, those that write to the residual stream 0.02 divided by
+    sqrt(2 * layers).
+    """
+    if len(shape) == 1:
+        return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+    deviation = 0.02
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        deviation /= np.sqrt(2.0 * config.n_layers)
+    return rng.standard_normal(shape, np.float32) * np.float32(deviation)

@@ -1,0 +1,189 @@
+"""Decoder-only language models of the Llama, Qwen2.5 and Qwen3 layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from msrl_accel.errors import LMError
+from msrl_accel.lm.config import LMConfig
+from msrl_accel.lm.head import LogProbHead, no_kept
+from msrl_accel.lm.layers import MASKED, Block, RMSNorm, initial_weight, layer_order
+from msrl_accel.lm.rope import rope_tables
+from msrl_accel.networks import Weights, WeightSpec, set_parameter
+
+
+class CausalLM(nn.Cell):
+    """A decoder whose weights are arguments of its methods; it also holds one set of them.
+
+    The same methods run on its own Parameters (rollout, export) and on the slices of the one
+    vector that an optimiser steps. `weights` follow `weight_specs`: embedding, layers, final norm,
+    and, where embeddings are not tied, `lm_head.weight`; names are those of Hugging Face.
+
+    A row of tokens may hold several segments (packing): a token sees the tokens of its segment up
+    to itself. Positions count from 0 in each segment; segment -1 marks padding.
+
+    Args:
+        config: the model.
+        seed: of the initial weights; None leaves them zero, to be loaded.
+        recompute: compute the activations of a layer again in the backward pass, which needs
+            memory for one layer's instead of all and takes about a third longer.
+    """
+
+    def __init__(self, config: LMConfig, seed: int | None = 0, recompute: bool = False) -> None:
+        super().__init__(auto_prefix=False)
+        self.config = config
+        self.weight_specs = [
+            WeightSpec(name, shape, _initialiser(config, name, shape, seed))
+            for name, shape in config.weight_shapes().items()
+        ]
+        rng = np.random.default_rng([0 if seed is None else seed, 0])
+        self.weights = ParameterTuple(
+            [Parameter(Tensor(s.initial(rng)), name=s.name) for s in self.weight_specs]
+        )
+        self.per_layer = len(layer_order(config))
+        self.block = Block(config)
+        if recompute:
+            self.block.recompute()
+        self.norm = RMSNorm(config.rms_norm_eps)
+        self.linear = ops.MatMul(transpose_b=True)
+        self.head = LogProbHead(config.vocab_size, restricted=False)
+        self.restricted_head = LogProbHead(config.vocab_size, restricted=True)
+        cos, sin = rope_tables(config, config.max_positions)
+        self.cos, self.sin = Tensor(cos), Tensor(sin)
+
+    def layer_weights(self, weights: Weights, layer: int) -> Weights:
+        start = 1 + layer * self.per_layer
+        return weights[start : start + self.per_layer]
+
+    def projection(self, weights: Weights) -> Tensor:
+        """Matrix [V, H] from hidden states to logits."""
+        return weights[0] if self.config.tie_embeddings else weights[-1]
+
+    def forward(
+        self, weights: Weights, tokens: Tensor, positions: Tensor, segments: Tensor
+    ) -> Tensor:
+        """Hidden states [B, T, H] after the final norm; all arguments [B, T] int32."""
+        c = self.config
+        rows, length = tokens.shape
+        x = ops.gather(weights[0], tokens.reshape((-1,)), 0)
+        cos = ops.gather(self.cos, positions, 0).reshape((rows, 1, length, -1))
+        sin = ops.gather(self.sin, positions, 0).reshape((rows, 1, length, -1))
+        bias = self.attention_bias(segments)
+        for layer in range(c.n_layers):
+            x = self.block(x, self.layer_weights(weights, layer), cos, sin, bias)
+        final_norm = weights[1 + c.n_layers * self.per_layer]
+        return self.norm(x, final_norm).reshape((rows, length, c.hidden_size))
+
+    def attention_bias(self, segments: Tensor) -> Tensor:
+        """0 where a token (row) sees another (column), else MASKED: [B * kv, group * T, T].
+
+        Written out for every head: on CPU one broadcast costs more than all the additions.
+        """
+        c = self.config
+        rows, length = segments.shape
+        same = segments.reshape((rows, length, 1)) == segments.reshape((rows, 1, length))
+        earlier = Tensor(np.tril(np.ones((1, length, length), np.bool_)))
+        seen = ops.logical_and(same, earlier)
+        bias = ops.select(seen, Tensor(0.0, mstype.float32), Tensor(MASKED, mstype.float32))
+        bias = ops.tile(bias.reshape((rows, 1, length, length)), (1, c.n_heads, 1, 1))
+        return bias.reshape((rows * c.n_kv_heads, -1, length))
+
+    def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
+        """hidden [..., H] -> [..., V]"""
+        c = self.config
+        flat = self.linear(hidden.reshape((-1, c.hidden_size)), self.projection(weights))
+        return flat.reshape((*hidden.shape[:-1], c.vocab_size))
+
+    def token_log_probs(
+        self,
+        weights: Weights,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        temperature: Tensor,
+        kept: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each token given those before it in its segment, and the entropy.
+
+        Both are of softmax(logits / temperature), and 0 at a segment's first token and at padding.
+
+        Args:
+            tokens, positions, segments: [B, T] int32.
+            temperature: scalar, above 0.
+            kept: [B, T, K] int32, the tokens that top-k or top-p sampling kept when it drew
+                tokens[b, t]; unused places repeat one of them. None: the whole vocabulary.
+            rows: [M] int32, flat places b * T + t of the only tokens wanted (`kept` is then
+                [M, K]); unused places may be 0. The vocabulary is projected on for these only.
+
+        Returns:
+            [B, T] each, or [M] each with `rows`.
+        """
+        shape = tokens.shape
+        hidden = self.forward(weights, tokens, positions, segments)
+        hidden = hidden.reshape((-1, self.config.hidden_size))
+        flat_tokens, flat_segments = tokens.reshape((-1,)), segments.reshape((-1,))
+        if rows is None:
+            rows = ops.arange(0, shape[0] * shape[1]).astype(mstype.int32)
+            result_shape = shape
+        else:
+            result_shape = rows.shape
+        # A segment's first token has no predecessor; neither has a row's.
+        before = ops.maximum(rows - 1, 0)
+        segment = ops.gather(flat_segments, rows, 0)
+        has_before = ops.logical_and(
+            ops.logical_and(segment >= 0, segment == ops.gather(flat_segments, before, 0)),
+            rows % shape[1] > 0,
+        )
+        targets = ops.gather(flat_tokens, rows, 0)
+        hidden = ops.gather(hidden, before, 0)
+        projection = self.projection(weights)
+        if kept is None:
+            log_probs, entropy = self.head(
+                hidden, projection, targets, temperature, no_kept(rows.shape[0])
+            )
+        else:
+            kept = kept.reshape((rows.shape[0], -1))
+            log_probs, entropy = self.restricted_head(
+                hidden, projection, targets, temperature, kept
+            )
+        zeros = ops.zeros_like(log_probs)
+        return (
+            ops.select(has_before, log_probs, zeros).reshape(result_shape),
+            ops.select(has_before, entropy, zeros).reshape(result_shape),
+        )
+
+    def construct(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+        """Logits [B, T, V] on the Cell's own weights."""
+        return self.logits(self.weights, self.forward(self.weights, tokens, positions, segments))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies of every weight, by name."""
+        return {p.name: p.asnumpy().copy() for p in self.weights}
+
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Set every weight.
+
+        Raises:
+            LMError: a name is missing or a shape differs.
+        """
+        for p in self.weights:
+            if p.name not in arrays:
+                raise LMError(f"weight {p.name!r} is missing; the weights are of another model")
+            shape = tuple(arrays[p.name].shape)
+            if shape != tuple(p.shape):
+                raise LMError(
+                    f"weight {p.name!r} has shape {shape}, this model needs {tuple(p.shape)}"
+                )
+        for p in self.weights:
+            set_parameter(p, arrays[p.name])
+
+
+def _initialiser(config, name, shape, seed):  # type: ignore[no-untyped-def]
+    if seed is None:
+        return lambda rng: np.zeros(shape, np.float32)
+    return lambda rng: initial_weight(config, name, shape, rng)
