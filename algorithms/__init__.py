@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from msrl_accel.config import Section
 
 # Imported on use: an algorithm's module imports MindSpore.
-ALGORITHMS = {"ppo": "msrl_accel.algorithms.ppo:PPO"}
+ALGORITHMS = {
+    "dqn": "msrl_accel.algorithms.dqn:DQN",
+    "ppo": "msrl_accel.algorithms.ppo:PPO",
+}
 
 
 def names() -> tuple[str, ...]:

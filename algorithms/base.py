@@ -100,6 +100,14 @@ class OffPolicyConfig(Section):
     save_replay: bool = Field(False)
     """Whether checkpoints hold the replay: resuming is then exact."""
 
+    def steps_per_call(self, n_envs: int) -> int:
+        """Gradient steps of one call of the compiled graph.
+
+        As many as one step of all environments makes due: `gradient_steps / train_freq` of each
+        transition, whatever `n_envs`.
+        """
+        return max(self.gradient_steps, round(n_envs * self.gradient_steps / self.train_freq))
+
 
 class OffPolicyAlgorithm(Algorithm):
     """Trains on transitions drawn from a replay, whatever policy made them."""

@@ -62,10 +62,14 @@ class FlatAdam(nn.Cell):
 
     def split(self) -> Weights:
         """The flat vector as tensors of the weights' shapes."""
+        return self.split_of(self.flat)
+
+    def split_of(self, flat: Tensor) -> Weights:
+        """Another vector of that layout, such as a target network's, as such tensors."""
         tensors: Weights = ()
         offset = 0
         for shape, size in zip(self.shapes, self.sizes):
-            tensors = (*tensors, ops.slice(self.flat, (offset,), (size,)).reshape(shape))
+            tensors = (*tensors, ops.slice(flat, (offset,), (size,)).reshape(shape))
             offset += size
         return tensors
 

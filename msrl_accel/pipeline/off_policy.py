@@ -56,10 +56,8 @@ class OffPolicyTrainer(Trainer):
             folder=options.replay_dir,
             share_next=options.share_next_observations,
         )
-        per_transition = options.gradient_steps / options.train_freq
-        # One call of the graph for all gradient steps that a step of the environments makes due.
-        self.call_steps = max(options.gradient_steps, round(per_transition * config.n_envs))
-        self.per_transition = per_transition
+        self.call_steps = options.steps_per_call(config.n_envs)
+        self.per_transition = options.gradient_steps / options.train_freq
         self.due = 0.0
         self.updates = 0
 
