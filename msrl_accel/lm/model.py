@@ -64,30 +64,44 @@ class CausalLM(nn.Cell):
         return weights[0] if self.config.tie_embeddings else weights[-1]
 
     def forward(
-        self, weights: Weights, tokens: Tensor, positions: Tensor, segments: Tensor
+        self,
+        weights: Weights,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        prefixes: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, H] after the final norm; all arguments [B, T] int32."""
+        """Hidden states [B, T, H] after the final norm.
+
+        Args:
+            tokens, positions, segments: [B, T] int32.
+            prefixes: [B, T] int32, segment that each token sees besides its own (completions that
+                share a prompt in the row); None: none.
+        """
         c = self.config
         rows, length = tokens.shape
         x = ops.gather(weights[0], tokens.reshape((-1,)), 0)
         cos = ops.gather(self.cos, positions, 0).reshape((rows, 1, length, -1))
         sin = ops.gather(self.sin, positions, 0).reshape((rows, 1, length, -1))
-        bias = self.attention_bias(segments)
+        bias = self.attention_bias(segments, prefixes)
         for layer in range(c.n_layers):
             x = self.block(x, self.layer_weights(weights, layer), cos, sin, bias)
         final_norm = weights[1 + c.n_layers * self.per_layer]
         return self.norm(x, final_norm).reshape((rows, length, c.hidden_size))
 
-    def attention_bias(self, segments: Tensor) -> Tensor:
+    def attention_bias(self, segments: Tensor, prefixes: Tensor | None) -> Tensor:
         """0 where a token (row) sees another (column), else MASKED: [B * kv, group * T, T].
 
         Written out for every head: on CPU one broadcast costs more than all the additions.
         """
         c = self.config
         rows, length = segments.shape
-        same = segments.reshape((rows, length, 1)) == segments.reshape((rows, 1, length))
+        columns = segments.reshape((rows, 1, length))
+        seen = segments.reshape((rows, length, 1)) == columns
+        if prefixes is not None:
+            seen = ops.logical_or(seen, prefixes.reshape((rows, length, 1)) == columns)
         earlier = Tensor(np.tril(np.ones((1, length, length), np.bool_)))
-        seen = ops.logical_and(same, earlier)
+        seen = ops.logical_and(seen, earlier)
         bias = ops.select(seen, Tensor(0.0, mstype.float32), Tensor(MASKED, mstype.float32))
         bias = ops.tile(bias.reshape((rows, 1, length, length)), (1, c.n_heads, 1, 1))
         return bias.reshape((rows * c.n_kv_heads, -1, length))
@@ -98,6 +112,33 @@ class CausalLM(nn.Cell):
         flat = self.linear(hidden.reshape((-1, c.hidden_size)), self.projection(weights))
         return flat.reshape((*hidden.shape[:-1], c.vocab_size))
 
+    def target_log_probs(
+        self,
+        weights: Weights,
+        hidden: Tensor,
+        sources: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability [K] of given tokens, and the entropy [K] of their distributions.
+
+        The vocabulary is projected on for these K only.
+
+        Args:
+            hidden: [B, T, H], from `forward`.
+            sources: [K] int32, places b * T + t of the hidden states that predict.
+            targets: [K] int32, the tokens predicted.
+            temperature: scalar above 0; logits are divided by it.
+            kept: [K, n] int32, the tokens that top-k or top-p sampling kept when it drew the
+                target; unused places repeat one of them. None: the whole vocabulary.
+        """
+        rows = ops.gather(hidden.reshape((-1, self.config.hidden_size)), sources, 0)
+        projection = self.projection(weights)
+        if kept is None:
+            return self.head(rows, projection, targets, temperature, no_kept(sources.shape[0]))
+        return self.restricted_head(rows, projection, targets, temperature, kept)
+
     def token_log_probs(
         self,
         weights: Weights,
@@ -106,55 +147,32 @@ class CausalLM(nn.Cell):
         segments: Tensor,
         temperature: Tensor,
         kept: Tensor | None = None,
-        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each token given those before it in its segment, and the entropy.
+        """Log-probability [B, T] of each token given those before it in its segment, and entropy.
 
-        Both are of softmax(logits / temperature), and 0 at a segment's first token and at padding.
-
-        Args:
-            tokens, positions, segments: [B, T] int32.
-            temperature: scalar, above 0.
-            kept: [B, T, K] int32, the tokens that top-k or top-p sampling kept when it drew
-                tokens[b, t]; unused places repeat one of them. None: the whole vocabulary.
-            rows: [M] int32, flat places b * T + t of the only tokens wanted (`kept` is then
-                [M, K]); unused places may be 0. The vocabulary is projected on for these only.
-
-        Returns:
-            [B, T] each, or [M] each with `rows`.
+        Both are 0 at a segment's first token and at padding. `kept` is [B, T, n]; the other
+        arguments are those of `forward` and `target_log_probs`.
         """
-        shape = tokens.shape
+        rows, length = tokens.shape
         hidden = self.forward(weights, tokens, positions, segments)
-        hidden = hidden.reshape((-1, self.config.hidden_size))
-        flat_tokens, flat_segments = tokens.reshape((-1,)), segments.reshape((-1,))
-        if rows is None:
-            rows = ops.arange(0, shape[0] * shape[1]).astype(mstype.int32)
-            result_shape = shape
-        else:
-            result_shape = rows.shape
-        # A segment's first token has no predecessor; neither has a row's.
-        before = ops.maximum(rows - 1, 0)
-        segment = ops.gather(flat_segments, rows, 0)
+        flat_segments = segments.reshape((-1,))
+        places = Tensor(np.arange(rows * length, dtype=np.int32))
+        before = Tensor(np.maximum(np.arange(rows * length, dtype=np.int32) - 1, 0))
         has_before = ops.logical_and(
-            ops.logical_and(segment >= 0, segment == ops.gather(flat_segments, before, 0)),
-            rows % shape[1] > 0,
+            ops.logical_and(
+                flat_segments >= 0, flat_segments == ops.gather(flat_segments, before, 0)
+            ),
+            places % length > 0,
         )
-        targets = ops.gather(flat_tokens, rows, 0)
-        hidden = ops.gather(hidden, before, 0)
-        projection = self.projection(weights)
-        if kept is None:
-            log_probs, entropy = self.head(
-                hidden, projection, targets, temperature, no_kept(rows.shape[0])
-            )
-        else:
-            kept = kept.reshape((rows.shape[0], -1))
-            log_probs, entropy = self.restricted_head(
-                hidden, projection, targets, temperature, kept
-            )
+        if kept is not None:
+            kept = kept.reshape((rows * length, -1))
+        log_probs, entropy = self.target_log_probs(
+            weights, hidden, before, tokens.reshape((-1,)), temperature, kept
+        )
         zeros = ops.zeros_like(log_probs)
         return (
-            ops.select(has_before, log_probs, zeros).reshape(result_shape),
-            ops.select(has_before, entropy, zeros).reshape(result_shape),
+            ops.select(has_before, log_probs, zeros).reshape((rows, length)),
+            ops.select(has_before, entropy, zeros).reshape((rows, length)),
         )
 
     def construct(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from lm_helpers import VARIANTS, packed, random_arrays, tiny
-from lm_reference import log_softmax, logits, token_log_probs
+from lm_reference import token_log_probs
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -110,3 +110,69 @@ def test_gradients_are_those_of_the_numpy_model(graph_mode):
         expected = (loss(moved[0]) - loss(moved[1])) / 2e-4
         found = float((g.asnumpy().astype(np.float64) * direction).sum())
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-3), spec.name
+
+
+def test_completions_that_share_a_prompt_see_it_and_not_each_other(graph_mode):
+    from mindspore import Tensor, nn
+
+    from msrl_accel.lm.model import CausalLM
+
+    config = tiny("qwen2")
+    model = CausalLM(config)
+    arrays = random_arrays(config)
+    model.load_arrays(arrays)
+
+    class Evaluate(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.model = model
+
+        def construct(self, tokens, positions, segments, prefixes, sources, targets, temperature):
+            weights = self.model.weights
+            hidden = self.model.forward(weights, tokens, positions, segments, prefixes)
+            return self.model.target_log_probs(weights, hidden, sources, targets, temperature)
+
+    prompt, a, b = sequences(config, 5, 6, 7)
+    tokens, positions, segments = packed([[prompt, a, b]], LENGTH)
+    positions[0, 5:11] = 5 + np.arange(6)
+    positions[0, 11:18] = 5 + np.arange(7)
+    prefixes = np.where(segments > 0, 0, segments)
+    sources = np.array([4, *range(5, 10), 4, *range(11, 17)], np.int32)
+    inputs = (tokens, positions, segments, prefixes, sources, np.array(a + b, np.int32))
+    log_probs, _ = Evaluate()(*[Tensor(x) for x in inputs], Tensor(np.float32(1.0)))
+    expected = [token_log_probs(config, arrays, prompt + c)[0][5:] for c in (a, b)]
+    np.testing.assert_allclose(log_probs.asnumpy(), np.concatenate(expected), atol=2e-5)
+
+
+def test_a_kept_set_is_what_the_softmax_runs_over(graph_mode):
+    from mindspore import Tensor, nn
+
+    from msrl_accel.lm.model import CausalLM
+
+    config = tiny()
+    model = CausalLM(config)
+    arrays = random_arrays(config)
+    model.load_arrays(arrays)
+
+    class Evaluate(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.model = model
+
+        def construct(self, tokens, positions, segments, temperature, kept):
+            return self.model.token_log_probs(
+                self.model.weights, tokens, positions, segments, temperature, kept
+            )
+
+    (row,) = sequences(config, 12)
+    rng = np.random.default_rng(3)
+    kept = np.zeros((1, LENGTH, 5), np.int32)
+    for t, token in enumerate(row):
+        others = rng.choice(config.vocab_size, rng.integers(0, 5), replace=False)
+        kept[0, t] = token
+        kept[0, t, 1 : 1 + len(others)] = others
+    inputs = [Tensor(x) for x in packed([[row]], LENGTH)]
+    found = Evaluate()(*inputs, Tensor(np.float32(0.7)), Tensor(kept))
+    expected = token_log_probs(config, arrays, row, 0.7, kept[0])
+    for f, e in zip(found, expected):
+        np.testing.assert_allclose(f.asnumpy()[0, :12], e, atol=2e-5)
