@@ -65,9 +65,9 @@ class LMConfig:
     bos_id: int | None = None
 
     def __post_init__(self) -> None:
-        _check_architecture(self.architecture)
+        check_architecture(self.architecture)
         for name in _COUNTS:
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         for name in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, name)
             if not _is_number(value) or value <= 0:
@@ -104,7 +104,7 @@ class LMConfig:
         for key in _REQUIRED:
             if values.get(key) is None:
                 raise LMError(f"the model configuration lacks {key}")
-            _check_count(key, values[key])
+            check_count(key, values[key])
         theta, scaling = _read_rope(values)
         n_heads = values["num_attention_heads"]
         return cls(
@@ -220,6 +220,22 @@ def tiny_config(
     )
 
 
+def check_architecture(architecture: Any) -> None:
+    """Raise LMError, with the supported list, where `architecture` is not in it."""
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise LMError(
+            f"language models of the architecture {architecture!r} are not supported; "
+            f"supported: {supported}"
+        )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise LMError where `value` is no positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LMError(f"{name} must be a positive integer, not {value!r}")
+
+
 def read_rope_scaling(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """`rope_scaling` of config.json with its kind under `rope_type`; None for plain RoPE."""
     if not isinstance(raw, Mapping):
@@ -260,20 +276,6 @@ _COUNTS = (
 )
 
 
-def _check_architecture(architecture: Any) -> None:
-    if architecture not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        raise LMError(
-            f"language models of the architecture {architecture!r} are not supported; "
-            f"supported: {supported}"
-        )
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LMError(f"{name} must be a positive integer, not {value!r}")
-
-
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
     for token in ids if isinstance(ids, tuple) else (ids,):
         if token is None:
@@ -301,7 +303,7 @@ def _read_architecture(values: Mapping[str, Any]) -> str:
     kind = values.get("model_type")
     if kind is None and heads:
         kind = next((k for k, name in ARCHITECTURES.items() if name == heads[0]), heads[0])
-    _check_architecture(kind)
+    check_architecture(kind)
     if heads and ARCHITECTURES[kind] not in heads:
         raise LMError(
             f"the model is a {heads[0]}, not a language model; expected {ARCHITECTURES[kind]}"
