@@ -84,17 +84,22 @@ class VectorEnv(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _check_observations(self, observations: Observations) -> None:
+    def _check_observations(
+        self, observations: Observations, indices: np.ndarray | None = None
+    ) -> None:
         for name, array in zip(observation_names(self.observation_space), observations):
-            check_finite(self.env_id, self._steps, name, array)
+            check_finite(self.env_id, self._steps, name, array, indices)
 
-    def _checked(self, result: StepResult) -> StepResult:
-        """Count the step and refuse non-finite numbers before they reach a learner."""
+    def _checked(self, result: StepResult, indices: np.ndarray | None = None) -> StepResult:
+        """Count the step and refuse non-finite numbers before they reach a learner.
+
+        `indices` are the environments of the rows, where those are not all.
+        """
         self._steps += 1
-        self._check_observations(result.next_observations)
+        self._check_observations(result.next_observations, indices)
         if result.observations is not result.next_observations:
-            self._check_observations(result.observations)
-        check_finite(self.env_id, self._steps, "reward", result.rewards)
+            self._check_observations(result.observations, indices)
+        check_finite(self.env_id, self._steps, "reward", result.rewards, indices)
         return result
 
 

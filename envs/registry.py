@@ -17,10 +17,11 @@ from msrl_accel.envs.classic import (
     Pendulum,
 )
 from msrl_accel.envs.factory import find_spec, make_env
+from msrl_accel.envs.threads import make_threads
 from msrl_accel.envs.vector import make_async, make_sync
 from msrl_accel.errors import EnvError
 
-BACKENDS = ("auto", "sync", "async", "batched", "envpool")
+BACKENDS = ("auto", "sync", "async", "threads", "batched", "envpool")
 
 AUTO_BATCHED_ENVS = 4
 """From this many environments on, backend "auto" steps the classic tasks with NumPy."""
@@ -72,9 +73,10 @@ def make_vector(
         num_envs: how many, at least 1.
         kwargs: arguments of the environment, as for `gymnasium.make`.
         backend: "sync" steps them in turn in this process, "async" each in a process of its own,
-            "batched" all at once with NumPy (classic control only), "envpool" with EnvPool;
-            "auto" is "batched" where possible from `AUTO_BATCHED_ENVS` on, else "sync".
-        timeout: seconds after which a silent worker process of "async" counts as hung.
+            "threads" each in a thread (for those that wait rather than compute), "batched" all at
+            once with NumPy (classic control only), "envpool" with EnvPool; "auto" is "batched"
+            where possible from `AUTO_BATCHED_ENVS` on, else "sync".
+        timeout: seconds after which a silent environment of "async" or "threads" counts as hung.
 
     Raises EnvError for an unknown id or backend, num_envs below 1, or a missing package, and
     SpaceError for an observation space other than Box and one-level Dict.
@@ -97,6 +99,8 @@ def make_vector(
         return _make_batched(env_id, num_envs, kwargs)
     if backend == "async":
         return make_async(env_id, find_spec(env_id), num_envs, kwargs, timeout)
+    if backend == "threads":
+        return make_threads(env_id, find_spec(env_id), num_envs, kwargs, timeout)
     return make_sync(env_id, find_spec(env_id), num_envs, kwargs)
 
 

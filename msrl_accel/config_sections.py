@@ -101,8 +101,10 @@ class TrainConfig(Section):
     """Directory of the run; null makes runs/<env>-<algo>-seed<seed>-<time>."""
     env_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment, free in name and type."""
-    vectorization: str = Field("auto", choices=("auto", "sync", "async", "batched", "envpool"))
-    """How environments are stepped: in this process, in subprocesses, as arrays, by EnvPool."""
+    vectorization: str = Field(
+        "auto", choices=("auto", "sync", "async", "threads", "batched", "envpool")
+    )
+    """How environments are stepped: in turn, in subprocesses, in threads, as arrays, by EnvPool."""
     quiet: bool = Field(False)
     """Whether the progress bar and the summary are left out."""
     policy: PolicyConfig = Field(default_factory=PolicyConfig)

@@ -52,8 +52,8 @@ def test_at_least_one_environment(num_envs: int) -> None:
 
 
 def test_an_unknown_backend_lists_the_known() -> None:
-    with pytest.raises(EnvError, match="sync, async, batched"):
-        make_vector("CartPole-v1", 2, backend="threads")
+    with pytest.raises(EnvError, match="sync, async, threads, batched"):
+        make_vector("CartPole-v1", 2, backend="fibers")
 
 
 def test_auto_takes_the_batched_implementation_for_many_environments() -> None:
