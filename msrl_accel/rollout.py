@@ -79,11 +79,15 @@ class Collector(EnvironmentLoop):
         self.n_steps = n_steps
         self.reward_normalizer = reward_normalizer
 
-    def collect(self) -> Trajectories:
-        """Take `n_steps` steps in each environment."""
+    def collect(self, into: Trajectories | None = None) -> Trajectories:
+        """Take `n_steps` steps in each environment.
+
+        Args:
+            into: arrays [n_steps, N, ...] to fill; new ones by default.
+        """
         steps, n = self.n_steps, self.env.num_envs
         noise = self.spec.draw_noise(self.rng, (steps, n))
-        batch = self._empty()
+        batch = into or Trajectories.empty(self.spec, steps, n)
         final: list[tuple[int, np.ndarray, Observations]] = []
         for t in range(steps):
             observations = self.spec.cast(self.observations)
@@ -94,6 +98,7 @@ class Collector(EnvironmentLoop):
             batch.raw_actions[t] = acted.raw_action
             batch.log_probs[t] = acted.log_prob
             batch.values[t] = acted.value
+            batch.versions[t] = self.runtime.version
             self._store_outcome(batch, t, step)
             cut = np.flatnonzero(step.truncated & ~step.terminated)
             if len(cut):
@@ -101,22 +106,6 @@ class Collector(EnvironmentLoop):
             self.observations = step.observations
         self._bootstrap(batch, final)
         return batch
-
-    def _empty(self) -> Trajectories:
-        shape = (self.n_steps, self.env.num_envs)
-        action = self.spec.action
-        observations = tuple(np.empty((*shape, *o.shape), o.dtype) for o in self.spec.observations)
-        return Trajectories(
-            observations=observations,
-            raw_actions=np.empty((*shape, *action.raw_shape), action.raw_dtype),
-            log_probs=np.empty(shape, np.float32),
-            values=np.empty(shape, np.float32),
-            rewards=np.empty(shape, np.float64),
-            next_values=np.empty(shape, np.float32),
-            terminated=np.empty(shape, bool),
-            truncated=np.empty(shape, bool),
-            valid=np.empty(shape, bool),
-        )
 
     def _store_outcome(self, batch: Trajectories, t: int, step: StepResult) -> None:
         done = step.terminated | step.truncated

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from msrl_accel.spaces import Observations
+from msrl_accel.spaces import Observations, PolicySpec
 
 
 @dataclass
@@ -25,6 +25,25 @@ class Trajectories:
     truncated: np.ndarray
     valid: np.ndarray
     """False marks fake transitions (autoreset), which training leaves out."""
+    versions: np.ndarray
+    """Of the weights that chose each action, int32."""
+
+    @classmethod
+    def empty(cls, spec: PolicySpec, n_steps: int, n_envs: int) -> Trajectories:
+        """Uninitialised arrays for a policy's trajectories."""
+        shape, action = (n_steps, n_envs), spec.action
+        return cls(
+            observations=tuple(np.empty((*shape, *o.shape), o.dtype) for o in spec.observations),
+            raw_actions=np.empty((*shape, *action.raw_shape), action.raw_dtype),
+            log_probs=np.empty(shape, np.float32),
+            values=np.empty(shape, np.float32),
+            rewards=np.empty(shape, np.float64),
+            next_values=np.empty(shape, np.float32),
+            terminated=np.empty(shape, bool),
+            truncated=np.empty(shape, bool),
+            valid=np.empty(shape, bool),
+            versions=np.empty(shape, np.int32),
+        )
 
     def flat(self, array: np.ndarray) -> np.ndarray:
         """[T, N, ...] -> [valid rows, ...]."""

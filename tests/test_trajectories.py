@@ -53,7 +53,8 @@ def test_flat_keeps_the_valid_rows_in_order():
     valid = np.array([[True, False], [True, True]])
     array = np.arange(8.0).reshape(2, 2, 2)
     fields = dict.fromkeys(
-        ("raw_actions", "log_probs", "values", "rewards", "next_values", "terminated"), array
+        ("raw_actions", "log_probs", "values", "rewards", "next_values", "terminated", "versions"),
+        array,
     )
     trajectories = Trajectories(observations=(array,), truncated=array, valid=valid, **fields)
     np.testing.assert_array_equal(trajectories.flat(array), [[0, 1], [4, 5], [6, 7]])

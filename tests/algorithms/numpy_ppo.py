@@ -149,4 +149,5 @@ def random_trajectories(ppo, seed, invalid=0):
         terminated=rng.random((T, N)) < 0.15,
         truncated=rng.random((T, N)) < 0.15,
         valid=valid.reshape(T, N),
+        versions=np.zeros((T, N), np.int32),
     )

@@ -109,6 +109,7 @@ def measure_ours(args: argparse.Namespace) -> dict[str, float]:
         terminated=rng.random(shape) < 0.02,
         truncated=np.zeros(shape, bool),
         valid=np.ones(shape, bool),
+        versions=np.zeros(shape, np.int32),
     )
     ppo.update(trajectories, 0.0, rng)
     inside, whole = [], []
