@@ -16,7 +16,7 @@ from msrl_accel.runtime.base import ActResult, check_inputs
 from msrl_accel.runtime.lite_engine import Engine, TensorType, open_engine
 from msrl_accel.runtime.lite_setup import LiteError, available, installed_version, setup
 from msrl_accel.runtime.lite_worker import ChildEngine
-from msrl_accel.runtime.model_weights import replace_weights
+from msrl_accel.runtime.model_weights import first_output, replace_weights
 from msrl_accel.spaces import Observations, PolicySpec
 
 __all__ = ["LiteError", "LiteRuntime", "available", "mindir_level", "setup"]
@@ -72,10 +72,12 @@ class LiteRuntime:
             self._model = Path(model).read_bytes()
         except OSError as error:
             raise LiteError(f"cannot read the model {model}: {error.strerror}") from error
-        self._lock = threading.Lock()
+        self._threads = threads
+        self._lock = threading.RLock()
         make_engine = ChildEngine if self.isolated else open_engine
         engine: Engine = make_engine(self._model, threads)
         self._engine: Engine | None = engine
+        self._action_engine: Engine | None = None
         self._check_signature(engine.inputs)
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -83,15 +85,11 @@ class LiteRuntime:
         model = replace_weights(self._model, arrays)
         with self._lock:
             self._open_engine().load(model)
-        self._model, self.version = model, version
+            self._close_action_engine()
+            self._model, self.version = model, version
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
-        inputs = (
-            *check_inputs(self.spec, observations, noise),
-            np.ascontiguousarray(noise, np.float32),
-        )
-        if len(noise) == 0:
-            raise PolicyError("the batch is empty; give at least one observation")
+        inputs = self._inputs(observations, noise)
         with self._lock:
             outputs = self._open_engine().run(inputs)
         if len(outputs) <= _FIXED_OUTPUTS:
@@ -99,11 +97,39 @@ class LiteRuntime:
         action, log_prob, value, raw, *parameters = outputs
         return ActResult(action, log_prob, value, raw, tuple(parameters))
 
+    def action(self, observations: Observations, noise: np.ndarray) -> np.ndarray:
+        """`act(...).action` alone, without computing the other outputs: two thirds of the time.
+
+        In a child process everything is computed: the way there takes longer than the rest.
+        """
+        if self.isolated:
+            return self.act(observations, noise).action
+        inputs = self._inputs(observations, noise)
+        with self._lock:
+            if self._action_engine is None:
+                self._open_engine()
+                self._action_engine = open_engine(first_output(self._model), self._threads)
+                self._check_signature(self._action_engine.inputs)
+            return self._action_engine.run(inputs)[0]
+
     def close(self) -> None:
         with self._lock:
+            self._close_action_engine()
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
+
+    def _inputs(self, observations: Observations, noise: np.ndarray) -> Observations:
+        """What the engine takes: the observations, then the noise."""
+        if len(noise) == 0:
+            raise PolicyError("the batch is empty; give at least one observation")
+        checked = check_inputs(self.spec, observations, noise)
+        return (*checked, np.ascontiguousarray(noise, np.float32))
+
+    def _close_action_engine(self) -> None:
+        if self._action_engine is not None:
+            self._action_engine.close()
+            self._action_engine = None
 
     def _open_engine(self) -> Engine:
         if self._engine is None:

@@ -76,31 +76,29 @@ class NativeEngine:
         self._handle = handle
         # An engine that is still open when the library is unloaded crashes the process.
         self._release = weakref.finalize(self, self._library.lite_close, handle)
-        self._staged: tuple[_Buffers, _Buffers | None] | None = None
+        self._rows: int | None = None
+        self._sources: list[np.ndarray] = []
+        self._targets: list[np.ndarray] = []
         self.inputs = [(shape[1:], dtype) for shape, dtype in self._tensors(output=False)]
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         rows = len(inputs[0])
-        if self._staged is None or len(self._staged[0].arrays[0]) != rows:
+        if self._rows != rows:
             self._resize(rows)
-        assert self._staged is not None
-        source, result = self._staged
-        for array, x in zip(source.arrays, inputs):
-            np.copyto(array, x, casting="no")
-        if self._library.lite_predict(self._handle, source.pointers, source.sizes):
-            self._fail("compute the outputs", self._library.lite_predict, *source.arguments)
-        if result is None:
-            result = _Buffers(self._tensors(output=True))
-            self._staged = (source, result)
-        if self._library.lite_read(self._handle, result.pointers, result.sizes):
-            raise LiteError("MindSpore Lite changed the size of its outputs between two calls")
-        return [array.copy() for array in result.arrays]
+        for array, x in zip(self._sources, inputs):
+            array[...] = x
+        if self._library.lite_run(self._handle):
+            self._fail("compute the outputs", self._library.lite_run)
+        if not self._targets:  # their shapes are known from here on
+            self._targets = self._bind(True, self._tensors(output=True))
+            self._library.lite_read(self._handle)
+        return [array.copy() for array in self._targets]
 
     def close(self) -> None:
         self._release()
 
     def _resize(self, rows: int) -> None:
-        self._staged = None
+        self._rows, self._targets = None, []
         shapes = [(rows, *shape) for shape, _ in self.inputs]
         flat = [d for shape in shapes for d in shape]
         dims = (ctypes.c_int64 * len(flat))(*flat)
@@ -108,11 +106,21 @@ class NativeEngine:
         if self._library.lite_resize(self._handle, dims, ranks):
             self._fail(f"take a batch of {rows}", self._library.lite_resize, dims, ranks)
         types = [(shape, dtype) for shape, (_, dtype) in zip(shapes, self.inputs)]
-        self._staged = (_Buffers(types), None)
+        self._sources = self._bind(False, types)
+        self._rows = rows
+
+    def _bind(self, output: bool, types: Sequence[TensorType]) -> list[np.ndarray]:
+        """Arrays that keep their place: every run takes its inputs, or puts its outputs, there."""
+        arrays = [np.empty(shape, dtype) for shape, dtype in types]
+        n = len(arrays)
+        data = (ctypes.c_void_p * n)(*(a.ctypes.data for a in arrays))
+        sizes = (ctypes.c_size_t * n)(*(a.nbytes for a in arrays))
+        self._library.lite_bind(self._handle, output, n, data, sizes)
+        return arrays
 
     def _fail(self, what: str, function: Any, *arguments: Any) -> None:
         """Repeat a call that failed, to hear why."""
-        self._staged = None
+        self._rows = None
         with engine_log() as log:
             status = function(self._handle, *arguments)
         raise LiteError(f"MindSpore Lite cannot {what} ({status}): {engine_message(log)}")
@@ -128,17 +136,6 @@ class NativeEngine:
                 raise LiteError(f"tensor {i} of the model has an unsupported type ({code})")
             types.append((tuple(dims[: rank.value]), np.dtype(_DTYPES[code])))
         return types
-
-
-class _Buffers:
-    """Arrays that keep their place, with their addresses and sizes for C."""
-
-    def __init__(self, types: Sequence[TensorType]) -> None:
-        self.arrays = [np.empty(shape, dtype) for shape, dtype in types]
-        n = len(types)
-        self.pointers = (ctypes.c_void_p * n)(*(a.ctypes.data for a in self.arrays))
-        self.sizes = (ctypes.c_size_t * n)(*(a.nbytes for a in self.arrays))
-        self.arguments = (self.pointers, self.sizes)
 
 
 class PackageEngine:
@@ -225,8 +222,9 @@ def _load_library(path: Path) -> Any:
         "lite_open": (handle, [ctypes.c_char_p, ctypes.c_size_t, number]),
         "lite_close": (None, [handle]),
         "lite_resize": (ctypes.c_int64, [handle, handle, handle]),
-        "lite_predict": (ctypes.c_int64, [handle, handle, handle]),
-        "lite_read": (ctypes.c_int64, [handle, handle, handle]),
+        "lite_bind": (None, [handle, number, number, handle, handle]),
+        "lite_run": (ctypes.c_int64, [handle]),
+        "lite_read": (ctypes.c_int64, [handle]),
         "lite_count": (number, [handle, number]),
         "lite_describe": (number, [handle, number, number, handle, number, handle]),
     }

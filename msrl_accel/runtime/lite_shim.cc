@@ -38,12 +38,20 @@ class OnOneCore {
   bool pinned_ = false;
 };
 
+// The caller's memory of one tensor.
+struct Place {
+  void *data;
+  size_t size;
+};
+
 struct Engine {
   int core = kAnyCore;
   std::shared_ptr<mindspore::Context> context = std::make_shared<mindspore::Context>();
   mindspore::Model model;
   std::vector<mindspore::MSTensor> inputs;
   std::vector<mindspore::MSTensor> outputs;
+  std::vector<Place> sources;  // one for each input
+  std::vector<Place> targets;  // one for each output; none before the first prediction
 };
 
 }  // namespace
@@ -69,6 +77,8 @@ void lite_close(Engine *engine) { delete engine; }
 
 // Sets the shape of every input: `dims` holds the dimensions of all, `ranks` how many each has.
 int64_t lite_resize(Engine *engine, const int64_t *dims, const int *ranks) {
+  engine->sources.clear();
+  engine->targets.clear();
   std::vector<std::vector<int64_t>> shapes;
   for (size_t i = 0; i < engine->inputs.size(); i++) {
     shapes.emplace_back(dims, dims + ranks[i]);
@@ -79,26 +89,38 @@ int64_t lite_resize(Engine *engine, const int64_t *dims, const int *ranks) {
   return status.StatusCode();
 }
 
-// Copies the inputs in and computes the outputs, which stay in the engine.
-int64_t lite_predict(Engine *engine, const void *const *inputs, const size_t *sizes) {
-  OnOneCore pinned(engine->core);
-  for (size_t i = 0; i < engine->inputs.size(); i++) {
-    auto &tensor = engine->inputs[i];
-    if (tensor.DataSize() != sizes[i]) return kTensorDiffers;
-    std::memcpy(tensor.MutableData(), inputs[i], sizes[i]);
-  }
-  engine->outputs.clear();
-  return engine->model.Predict(engine->inputs, &engine->outputs).StatusCode();
+// Where lite_run takes the inputs from (output = 0) or puts the outputs (output = 1), until the
+// next resize; the memory is the caller's.
+void lite_bind(Engine *engine, int output, int count, void *const *data, const size_t *sizes) {
+  auto &places = output ? engine->targets : engine->sources;
+  places.clear();
+  for (int i = 0; i < count; i++) places.push_back({data[i], sizes[i]});
 }
 
-// Copies the outputs of the last prediction out.
-int64_t lite_read(Engine *engine, void *const *outputs, const size_t *sizes) {
-  for (size_t i = 0; i < engine->outputs.size(); i++) {
+// Copies the outputs of the last prediction to their places.
+int64_t lite_read(Engine *engine) {
+  if (engine->targets.size() != engine->outputs.size()) return kTensorDiffers;
+  for (size_t i = 0; i < engine->targets.size(); i++) {
     auto &tensor = engine->outputs[i];
-    if (tensor.DataSize() != sizes[i]) return kTensorDiffers;
-    std::memcpy(outputs[i], tensor.Data().get(), sizes[i]);
+    if (tensor.DataSize() != engine->targets[i].size) return kTensorDiffers;
+    std::memcpy(engine->targets[i].data, tensor.Data().get(), engine->targets[i].size);
   }
   return 0;
+}
+
+// Computes the outputs, and copies them to their places where these are known.
+int64_t lite_run(Engine *engine) {
+  OnOneCore pinned(engine->core);
+  if (engine->sources.size() != engine->inputs.size()) return kTensorDiffers;
+  for (size_t i = 0; i < engine->inputs.size(); i++) {
+    auto &tensor = engine->inputs[i];
+    if (tensor.DataSize() != engine->sources[i].size) return kTensorDiffers;
+    std::memcpy(tensor.MutableData(), engine->sources[i].data, engine->sources[i].size);
+  }
+  engine->outputs.clear();
+  auto status = engine->model.Predict(engine->inputs, &engine->outputs);
+  if (status != mindspore::kSuccess || engine->targets.empty()) return status.StatusCode();
+  return lite_read(engine);
 }
 
 // Number of inputs (output = 0) or of outputs of the last prediction (output = 1).

@@ -34,6 +34,8 @@ ONNX = Layout(weight=5, name=8, prefix=WEIGHT_PREFIX)
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _NODE, _INITIALIZER, _OUTPUT = 1, 5, 12
 """Numbers of fields of ONNX's GraphProto."""
+_MINDIR_OUTPUT = 6
+"""Of MindIR's GraphProto, whose nodes have ONNX's numbers."""
 
 
 def weight_slots(model: bytes | bytearray, layout: Layout = MINDIR) -> dict[str, slice]:
@@ -92,11 +94,35 @@ def only_output(model: bytes, name: str) -> bytes:
         if part.number != _NODE and (tensor is None or wanted.intersection(tensor)):
             kept.add(part)
     smaller = b"".join(model[part.start : part.content.stop] for part in parts if part in kept)
+    return _with_graph(model, smaller)
+
+
+def first_output(model: bytes) -> bytes:
+    """The MindIR model with the first of its outputs as the only one.
+
+    The graph returns a node that makes a tuple; it is told to return what that node reads first.
+    Lite drops what is then not needed.
+    """
+    (graph,) = _fields(model, slice(0, len(model)), MINDIR.graph)
+    parts = list(_all_fields(model, graph))
+    (returned,) = (part for part in parts if part.number == _MINDIR_OUTPUT)
+    (name,) = _strings(model, returned.content, 1)
+    (maker,) = (p for p in parts if p.number == _NODE and name in _strings(model, p.content, 2))
+    first = _strings(model, maker.content, 1)[0].encode()
+    output = _field(_MINDIR_OUTPUT, _field(1, first))
+    kept = (model[p.start : p.stop] for p in parts if p is not returned)
+    return _with_graph(model, b"".join([*kept, output]))
+
+
+def _with_graph(model: bytes, graph: bytes) -> bytes:
+    """The model with another graph."""
     others = (p for p in _all_fields(model, slice(0, len(model))) if p.number != ONNX.graph)
-    key = bytes([ONNX.graph << 3 | _BYTES])
-    return b"".join(
-        [*(model[p.start : p.content.stop] for p in others), key, _as_varint(len(smaller)), smaller]
-    )
+    return b"".join([*(model[p.start : p.stop] for p in others), _field(ONNX.graph, graph)])
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A length-delimited field of a message."""
+    return b"".join([bytes([number << 3 | _BYTES]), _as_varint(len(content)), content])
 
 
 def _strings(data: bytes, within: slice, number: int) -> list[str]:

@@ -19,7 +19,7 @@ from msrl_accel.errors import PolicyError
 from msrl_accel.runtime import lite, lite_setup
 from msrl_accel.runtime.lite import LiteError, LiteRuntime
 from msrl_accel.runtime.lite_engine import open_engine
-from msrl_accel.runtime.model_weights import replace_weights
+from msrl_accel.runtime.model_weights import first_output, replace_weights
 
 BATCHES = (1, 3, 32, 256)
 
@@ -62,9 +62,17 @@ def first_rows(expected, n):
 def test_every_kind_of_policy_acts_as_its_training_graph(kind, graph_mode, tmp_path):
     exported = export_policy(kind, tmp_path)
     runtime = LiteRuntime(exported.model, exported.spec)
+    actions = {}
     for n in BATCHES:
         result = runtime.act(*exported.rows(n))
+        actions[n] = result.action
         assert_same_outputs(result, first_rows(exported.expected, n), exported.spec)
+    engine = runtime._engine
+    engine.load(first_output(exported.model.read_bytes()))
+    for n in BATCHES:
+        observations, noise = exported.rows(n)
+        (action,) = engine.run([*observations, noise])
+        np.testing.assert_array_equal(action, actions[n])
     runtime.close()
 
 
@@ -72,6 +80,8 @@ def test_every_kind_of_policy_acts_as_its_training_graph(kind, graph_mode, tmp_p
 def test_a_process_without_mindspore_acts_in_the_process(box_policy, tmp_path):
     observations, noise = box_policy.rows(3)
     np.savez(tmp_path / "rows.npz", noise=noise, observation=observations[0])
+    other = trained_arrays(box_policy.policy, np.random.default_rng(3))
+    np.savez(tmp_path / "weights.npz", **other)
     (tmp_path / "spec.json").write_text(json.dumps(box_policy.spec.to_dict()))
     script = """
 import json, sys
@@ -84,7 +94,17 @@ spec = PolicySpec.from_dict(json.load(open(f"{folder}/spec.json")))
 rows = np.load(f"{folder}/rows.npz")
 runtime = LiteRuntime(model, spec)
 assert not runtime.isolated
-print(json.dumps(runtime.act((rows["observation"],), rows["noise"]).action.tolist()))
+act = runtime.act((rows["observation"],), rows["noise"]).action
+for n in (3, 1, 2):
+    action = runtime.action((rows["observation"][:n],), rows["noise"][:n])
+    np.testing.assert_allclose(action, act[:n], rtol=0, atol=1e-6)
+    action += 1  # a copy: of no effect on what comes next
+weights = dict(np.load(f"{folder}/weights.npz"))
+runtime.load_weights(1, weights)
+moved = runtime.action((rows["observation"],), rows["noise"])
+np.testing.assert_array_equal(moved, runtime.act((rows["observation"],), rows["noise"]).action)
+assert (moved != act).any()
+print(json.dumps(act.tolist()))
 """  # not closed: ending the process must not crash either
     command = [sys.executable, "-c", script, str(box_policy.model), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -1,8 +1,8 @@
 """Microseconds of one call that acts: 64-64 tanh policy of CartPole-v1, batches of 1, 32 and 256.
 
 - msrl_accel: `load_policy(bundle, backend).act(observations)` on every backend that can be used
-  here; "invariant" is the same with `batch_invariant=True`. onnx computes the action alone; the
-  others, and every invariant one, also log-prob, value and logits.
+  here; "invariant" is the same with `batch_invariant=True`. onnx and lite compute the action alone;
+  the others, and every invariant one, also log-prob, value and logits.
 - stable-baselines3: `PPO("MlpPolicy", ...).predict(observations, deterministic=True)`.
 - torch, eager: NumPy to tensor, forward of the actor alone, argmax, tensor to NumPy, in
   inference mode. Neither peer computes the value.
