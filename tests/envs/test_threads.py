@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
+import gymnasium
 import numpy as np
 import pytest
+from faulty_envs import Counter
 
 from msrl_accel.envs import make_vector
 from msrl_accel.envs.threads import ThreadVectorEnv
@@ -42,25 +43,54 @@ def test_steps_equal_those_taken_in_turn(env_id: str) -> None:
                 np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
 
 
-def test_waiting_environments_wait_together() -> None:
-    with threads(DELAYED, 16, kwargs={"mean_ms": 100.0}) as env:
+class Meeting(Counter):
+    """A step ends once both environments are in it."""
+
+    barrier = threading.Barrier(2, timeout=30)
+
+    def reward(self) -> float:
+        self.barrier.wait()
+        return 1.0
+
+
+class Gated(Counter):
+    """Every step of the first environment waits until it is let go."""
+
+    gate = threading.Event()
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__(faulty=False)
+        self.slow = Gated.made % 2 == 0
+        Gated.made += 1
+
+    def reward(self) -> float:
+        if self.slow:
+            assert self.gate.wait(30)
+        return 1.0
+
+
+for _cls in (Meeting, Gated):
+    gymnasium.register(f"{_cls.__name__}-v0", entry_point=_cls)
+
+
+def test_environments_wait_at_the_same_time() -> None:
+    with threads("Meeting-v0", 2, kwargs={"faulty": False}) as env:
         env.reset(0)
-        start = time.perf_counter()
-        env.step(np.zeros(16, np.int64))
-        assert time.perf_counter() - start < 0.8  # in turn: 1.6 s
+        np.testing.assert_array_equal(env.step(np.zeros(2, np.int64)).rewards, [1.0, 1.0])
 
 
 def test_the_quick_do_not_wait_for_the_slow() -> None:
-    with threads(DELAYED, 2, kwargs={"mean_ms": 300.0}) as env:
+    with threads("Gated-v0", 2) as env:
         env.reset(0)
-        env.send(np.array([0]), np.zeros(1, np.int64))
-        time.sleep(0.15)
-        env.send(np.array([1]), np.zeros(1, np.int64))
-        first, result = env.receive()
-        assert first.tolist() == [0]
-        assert len(result.rewards) == 1
-        second, _ = env.receive()
-        assert second.tolist() == [1]
+        env.send(np.arange(2), np.zeros(2, np.int64))
+        for _ in range(3):
+            indices, result = env.receive()
+            assert indices.tolist() == [1]
+            assert len(result.rewards) == 1
+            env.send(indices, np.zeros(1, np.int64))
+        Gated.gate.set()
+        assert 0 in env.receive(2)[0]
 
 
 def test_failures_name_the_environment_and_leave_no_thread() -> None:
