@@ -25,6 +25,10 @@ class PolicyError(MsrlError):
     """A policy was given inputs that do not fit its specification."""
 
 
+class PipelineError(MsrlError):
+    """A stage of the asynchronous pipeline is stuck, has ended, or was used wrongly."""
+
+
 class ExportError(MsrlError):
     """A policy cannot be exported, or its exported form does not act as it does."""
 
