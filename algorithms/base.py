@@ -27,6 +27,8 @@ class Algorithm(ABC):
 
     Config: ClassVar[type[Section]]
     policy: Policy
+    n_steps: int = 1
+    """Steps each environment takes between updates."""
 
     @abstractmethod
     def __init__(self, config: TrainConfig, spec: PolicySpec) -> None: ...
@@ -51,9 +53,6 @@ class Algorithm(ABC):
 
 class OnPolicyAlgorithm(Algorithm):
     """Trains on the steps its present policy has just taken."""
-
-    n_steps: int
-    """Steps each environment takes between updates."""
 
     @abstractmethod
     def update(

@@ -20,6 +20,9 @@ logger = logging.getLogger("msrl_accel")
 PARITY_TOLERANCE = 1e-5
 """Largest difference of a log-probability or value from the training graph's, per unit of size."""
 
+CALLS_PER_REBUILD = 64
+"""Calls of ONNX Runtime with constant weights that save about what it costs to change those."""
+
 
 class RolloutEngine:
     """A runtime that follows a policy in training.
@@ -31,15 +34,22 @@ class RolloutEngine:
             it is installed and agrees, else 'graph'.
         batch: rows of each call.
         batch_invariant: whether a row's result must not depend, to the last bit, on the batch.
+        calls: of the engine between two publications, about.
 
     Raises:
         ConfigError: the engine asked for is missing, or does not agree with the training graph.
     """
 
     def __init__(
-        self, policy: Policy, kind: str, batch: int, batch_invariant: bool = False
+        self,
+        policy: Policy,
+        kind: str,
+        batch: int,
+        batch_invariant: bool = False,
+        calls: int = 1,
     ) -> None:
         self.policy = policy
+        self.calls = calls
         self.kind: str
         self.runtime: PolicyRuntime
         self.kind, self.runtime = self._choose(kind, batch)
@@ -52,7 +62,7 @@ class RolloutEngine:
             return "graph", graph
         name = "onnx" if kind == "auto" else kind
         try:
-            runtime = _EXPORTED[name](self.policy)
+            runtime = _EXPORTED[name](self.policy, self.calls)
         except MsrlError as error:
             if kind != "auto":
                 raise ConfigError(f"runtime.rollout = {kind!r}: {error}") from error
@@ -102,17 +112,17 @@ def _floats(result: ActResult) -> list[np.ndarray]:
     return [result.log_prob, result.value, *result.parameters]
 
 
-def _onnx(policy: Policy) -> PolicyRuntime:
+def _onnx(policy: Policy, calls: int) -> PolicyRuntime:
     from msrl_accel.export.onnx import export_onnx
     from msrl_accel.runtime.onnx import OnnxRuntime
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "policy.onnx"
         export_onnx(policy, file)
-        return OnnxRuntime(file, policy.spec)
+        return OnnxRuntime(file, policy.spec, weights_as_inputs=calls <= CALLS_PER_REBUILD)
 
 
-def _lite(policy: Policy) -> PolicyRuntime:
+def _lite(policy: Policy, calls: int) -> PolicyRuntime:
     import mindspore
 
     from msrl_accel.export.lite import write_lite_mindir
@@ -129,4 +139,4 @@ def _lite(policy: Policy) -> PolicyRuntime:
         return lite.LiteRuntime(file, policy.spec)
 
 
-_EXPORTED: Mapping[str, Callable[[Policy], PolicyRuntime]] = {"onnx": _onnx, "lite": _lite}
+_EXPORTED: Mapping[str, Callable[[Policy, int], PolicyRuntime]] = {"onnx": _onnx, "lite": _lite}

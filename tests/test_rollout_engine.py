@@ -66,7 +66,7 @@ def test_without_onnxruntime_auto_is_the_graph_and_onnx_says_what_to_install(mon
 def test_an_engine_that_disagrees_is_not_used(monkeypatch, caplog):
     import msrl_accel.rollout_engine as module
 
-    def other_policy(policy):
+    def other_policy(policy, calls):
         perturbed = make_policy("discrete")
         perturb(perturbed)
         return GraphRuntime(perturbed)

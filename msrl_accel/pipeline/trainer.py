@@ -72,6 +72,7 @@ class Trainer(ABC):
                 config.runtime.rollout,
                 config.n_envs,
                 config.runtime.batch_invariant,
+                self.algorithm.n_steps,
             )
             self.statistics = (
                 ObservationStatistics(self.algorithm.policy)

@@ -32,8 +32,10 @@ MINDIR = Layout(weight=3, name=7)
 ONNX = Layout(weight=5, name=8, prefix=WEIGHT_PREFIX)
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_NODE, _INITIALIZER, _OUTPUT = 1, 5, 12
+_NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12
 """Numbers of fields of ONNX's GraphProto."""
+_DIMS, _FLOAT = 1, 1
+"""Number of the shape's field in TensorProto, and of the type float in its enumeration."""
 _MINDIR_OUTPUT = 6
 """Of MindIR's GraphProto, whose nodes have ONNX's numbers."""
 
@@ -76,6 +78,27 @@ def replace_weights(
             )
         patched[slot] = data
     return bytes(patched)
+
+
+def weights_as_inputs(model: bytes) -> tuple[bytes, dict[str, tuple[int, ...]]]:
+    """The ONNX model with each weight an input whose default is its value, and their shapes.
+
+    That is how ONNX has it from IR version 4 on: a weight that is named among the inputs may be
+    given with each call, and is a constant otherwise.
+    """
+    (graph,) = _fields(model, slice(0, len(model)), ONNX.graph)
+    shapes: dict[str, tuple[int, ...]] = {}
+    inputs = []
+    for weight in _fields(model, graph, ONNX.weight):
+        (full_name,) = _strings(model, weight, ONNX.name)
+        if not full_name.startswith(ONNX.prefix):
+            continue
+        shape = tuple(_integers(model, weight, _DIMS))
+        shapes[full_name[len(ONNX.prefix) :]] = shape
+        dims = b"".join(_field(1, _key(1, _VARINT) + _as_varint(n)) for n in shape)
+        tensor = _key(1, _VARINT) + _as_varint(_FLOAT) + _field(2, dims)
+        inputs.append(_field(_INPUT, _field(1, full_name.encode()) + _field(2, _field(1, tensor))))
+    return _with_graph(model, model[graph] + b"".join(inputs)), shapes
 
 
 def only_output(model: bytes, name: str) -> bytes:
@@ -122,7 +145,21 @@ def _with_graph(model: bytes, graph: bytes) -> bytes:
 
 def _field(number: int, content: bytes) -> bytes:
     """A length-delimited field of a message."""
-    return b"".join([bytes([number << 3 | _BYTES]), _as_varint(len(content)), content])
+    return b"".join([_key(number, _BYTES), _as_varint(len(content)), content])
+
+
+def _key(number: int, kind: int) -> bytes:
+    return bytes([number << 3 | kind])
+
+
+def _integers(data: bytes, within: slice, number: int) -> Iterator[int]:
+    """A repeated integer field, packed or not."""
+    for field in _all_fields(data, within):
+        if field.number == number:
+            position, end = field.content.start, field.content.stop
+            while position < end:
+                value, position = _varint(data, position)
+                yield value
 
 
 def _strings(data: bytes, within: slice, number: int) -> list[str]:

@@ -123,8 +123,27 @@ def test_new_weights_act_as_the_graph_that_has_them(graph_mode):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def test_weights_that_do_not_fit_change_nothing(graph_mode):
-    runtime = open_runtime(shared_bundle(), "onnx")
+@pytest.mark.parametrize("kind", ["discrete", "dict", "normalized_box"])
+def test_weights_given_with_each_call_act_as_constant_ones(graph_mode, kind):
+    file = shared_bundle(kind) / "policy.onnx"
+    constant = open_runtime(shared_bundle(kind), "onnx")
+    given = OnnxRuntime(file, constant.spec, weights_as_inputs=True)
+    inputs = random_inputs(constant.spec, 33)
+    arrays = {k: v + np.float32(0.3) for k, v in make_policy(kind).arrays().items()}
+    for version in (0, 1):
+        if version:
+            constant.load_weights(version, arrays)
+            given.load_weights(version, arrays)
+        assert given.version == version
+        for a, b in zip(outputs(constant.act(*inputs)), outputs(given.act(*inputs))):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(given.action(*inputs), given.act(*inputs).action)
+
+
+@pytest.mark.parametrize("as_inputs", [False, True])
+def test_weights_that_do_not_fit_change_nothing(graph_mode, as_inputs):
+    spec = open_runtime(shared_bundle(), "onnx").spec
+    runtime = OnnxRuntime(shared_bundle() / "policy.onnx", spec, weights_as_inputs=as_inputs)
     inputs = random_inputs(runtime.spec, 8)
     before = runtime.act(*inputs).value
     arrays = make_policy("discrete").arrays()
