@@ -305,8 +305,9 @@ class ReplayBuffer(Replay):
         if columns is _ALL and self._in_step:
             start = int(self.written[0]) % self.layout.rows * self.layout.n_envs
             return slice(start, start + self.layout.n_envs)  # several times faster than an array
-        row: np.ndarray = self.written[columns] % self.layout.rows
-        return row * self.layout.n_envs + self._columns[columns]
+        row = self.written[columns] % self.layout.rows
+        heads: np.ndarray = row * self.layout.n_envs + self._columns[columns]
+        return heads
 
     def _entries(self, at: Index) -> np.ndarray:
         return self._columns + at.start if isinstance(at, slice) else at
@@ -320,8 +321,9 @@ class ReplayBuffer(Replay):
 
     def _newest(self, columns: np.ndarray) -> np.ndarray:
         """Entry that each environment wrote last."""
-        row: np.ndarray = (self.written[columns] - 1) % self.layout.rows
-        return row * self.layout.n_envs + columns
+        row = (self.written[columns] - 1) % self.layout.rows
+        newest: np.ndarray = row * self.layout.n_envs + columns
+        return newest
 
     def _used_entries(self) -> int:
         """Entries in the rows written so far; all that are behind them are empty."""
