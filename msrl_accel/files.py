@@ -1,14 +1,18 @@
-"""Replacing files so that a kill at any moment leaves either the old content or the new."""
+"""Writing files so that a kill at any moment leaves whole content: the old, or the new."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Union
+
+from msrl_accel.errors import MsrlError
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -90,3 +94,29 @@ def sync_directory(directory: PathLike) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def append_line(file: FileIO, line: str) -> None:
+    """One system call a line, unbuffered, so that a kill tears at most the last line."""
+    data = line.encode("utf-8")
+    if file.write(data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Lines that end in a newline: a kill may have torn the last one."""
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    return text.split("\n")[:-1]
+
+
+@contextlib.contextmanager
+def disk_errors(what: str, run_dir: Path) -> Iterator[None]:
+    """Turn an OSError of writing `what` into an MsrlError that says where and what to do."""
+    try:
+        yield
+    except OSError as error:
+        where = os.fspath(error.filename or run_dir)
+        raise MsrlError(
+            f"cannot write {what} to {where}: {error.strerror or error}; "
+            "free disk space or choose a writable run directory"
+        ) from error

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import errno
 import io
 import json
 import math
 import operator
-import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +17,13 @@ from typing import Any
 import numpy as np
 
 from msrl_accel.errors import CheckpointError, MsrlError
-from msrl_accel.files import PathLike, write_text_atomic
+from msrl_accel.files import (
+    PathLike,
+    append_line,
+    disk_errors,
+    whole_lines,
+    write_text_atomic,
+)
 
 CSV_FILE = "metrics.csv"
 JSONL_FILE = "metrics.jsonl"
@@ -45,7 +48,7 @@ class MetricsLogger:
         self._columns: list[str] = ["step"]
         self._csv: FileIO | None = None
         self._jsonl: FileIO | None = None
-        with _disk_errors(self.run_dir):
+        with disk_errors("metrics", self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
                 self._start()
@@ -60,12 +63,12 @@ class MetricsLogger:
             raise MsrlError(f"metrics of {self.run_dir} are closed: log before close()")
         step = operator.index(step)
         row = {name: float(value) for name, value in values.items()}
-        with _disk_errors(self.run_dir):
+        with disk_errors("metrics", self.run_dir):
             self._widen([name for name in row if name not in self._columns])
             texts = {"step": str(step), **{name: repr(value) for name, value in row.items()}}
-            _append(self._csv, _csv_line([texts.get(name, "") for name in self._columns]))
+            append_line(self._csv, _csv_line([texts.get(name, "") for name in self._columns]))
             finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-            _append(self._jsonl, json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+            append_line(self._jsonl, json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
             if self._writer is not None:
                 for name, number in finite.items():
                     if number is not None:
@@ -106,7 +109,7 @@ class MetricsLogger:
             rows = []
         self._rewrite_csv([row for row in rows if int(row["step"]) <= step])
         jsonl = self.run_dir / JSONL_FILE
-        lines = _whole_lines(jsonl) if jsonl.exists() else []
+        lines = whole_lines(jsonl) if jsonl.exists() else []
         kept = [line + "\n" for line in lines if json.loads(line)["step"] <= step]
         write_text_atomic(jsonl, "".join(kept))
 
@@ -149,7 +152,7 @@ class MetricsLogger:
             # TensorBoard hides the earlier files' events from the purge step on. File names count
             # whole seconds: without a suffix a quick resume would overwrite the earlier file.
             options = {"purge_step": resume_step + 1, "filename_suffix": f".from{resume_step:012d}"}
-        with _disk_errors(self.run_dir):
+        with disk_errors("metrics", self.run_dir):
             folder = str(self.run_dir / TENSORBOARD_FOLDER)
             return SummaryWriter(folder, flush_secs=1, **options)
 
@@ -253,7 +256,7 @@ _EPISODE_ARRAYS = ("returns", "lengths", "window_returns", "window_lengths")
 
 def _read_csv(path: Path) -> tuple[list[str], list[_Row]]:
     """Column names and rows; MsrlError names a line that does not fit them."""
-    table = list(csv.reader(_whole_lines(path)))
+    table = list(csv.reader(whole_lines(path)))
     if not table or table[0][:1] != ["step"]:
         raise MsrlError(f"{path} does not start with a header of metrics: delete or restore it")
     columns = table[0]
@@ -272,32 +275,7 @@ def _read_csv(path: Path) -> tuple[list[str], list[_Row]]:
     return columns, rows
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """Lines that end in a newline: a kill may have torn the last one."""
-    text = path.read_bytes().decode("utf-8", errors="replace")
-    return text.split("\n")[:-1]
-
-
-def _append(file: FileIO, line: str) -> None:
-    """One system call a line, unbuffered, so that a kill tears at most the last line."""
-    data = line.encode("utf-8")
-    if file.write(data) != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-
-
 def _csv_line(fields: list[str]) -> str:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerow(fields)
     return buffer.getvalue()
-
-
-@contextlib.contextmanager
-def _disk_errors(run_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = os.fspath(error.filename or run_dir)
-        raise MsrlError(
-            f"cannot write metrics to {where}: {error.strerror or error}; "
-            "free disk space or choose a writable run directory"
-        ) from error
