@@ -93,7 +93,8 @@ class StalenessManager:
 
     def lag(self, versions: np.ndarray) -> np.ndarray:
         """Versions between the policies that made samples and the current one, in any shape."""
-        return np.maximum(self._version - np.asarray(versions), 0)
+        lag: np.ndarray = np.maximum(self._version - np.asarray(versions), 0)
+        return lag
 
     def weigh(self, versions: np.ndarray) -> np.ndarray:
         """Weights of samples in the loss, float32 in the shape of `versions`; counts their lags.
@@ -132,5 +133,8 @@ class StalenessManager:
         return result
 
     def _forget(self) -> None:
-        self._samples = self._beyond = self._lag_sum = self._lag_max = 0
-        self._histogram = np.zeros(_HISTOGRAM, np.int64)
+        self._samples: int = 0
+        self._beyond: int = 0
+        self._lag_sum: int = 0
+        self._lag_max: int = 0
+        self._histogram: np.ndarray = np.zeros(_HISTOGRAM, np.int64)
