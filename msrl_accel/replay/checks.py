@@ -9,7 +9,8 @@ import numpy as np
 from msrl_accel.errors import ReplayError
 from msrl_accel.spaces import PolicySpec
 
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
+"""What is beyond it is stored as infinite."""
 
 
 class StepChecker:
@@ -56,9 +57,9 @@ def check_finite(name: str, values: np.ndarray, environments: np.ndarray) -> Non
     Raises:
         ReplayError: names the first one.
     """
-    if np.vdot(values, values) < _LARGEST:  # the fastest test that lets nothing else through
+    if np.vdot(values, values) < LARGEST:  # the fastest test that lets nothing else through
         return
-    finite = np.abs(values) <= _LARGEST
+    finite = np.abs(values) <= LARGEST
     if finite.all():
         return
     row = int(np.flatnonzero(~finite.reshape(len(values), -1).all(axis=1))[0])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from msrl_accel.errors import ConfigError, ReplayError
+from msrl_accel.replay.checks import LARGEST
 from msrl_accel.replay.sum_tree import SumTree
 
 
@@ -57,16 +58,17 @@ class Priorities:
         """p = |TD error| + epsilon of entries [n]; entries that are empty stay so.
 
         Raises:
-            ReplayError: an error is not finite.
+            ReplayError: an error is no finite float32.
         """
-        magnitude = np.abs(np.asarray(errors, np.float32)).ravel()
-        if not np.isfinite(magnitude).all():
-            bad = int(np.flatnonzero(~np.isfinite(magnitude))[0])
+        magnitude = np.abs(np.asarray(errors, np.float64)).ravel()
+        finite = magnitude <= LARGEST
+        if not finite.all():
+            bad = int(np.flatnonzero(~finite)[0])
             raise ReplayError(
                 f"priorities: the value of transition {indices[bad]} is "
-                f"{np.ravel(errors)[bad]}: give finite TD errors (a diverged critic makes others)"
+                f"{np.ravel(errors)[bad]}: give finite float32 TD errors (a diverged critic makes others)"
             )
-        raised = (magnitude.astype(np.float64) + self.settings.epsilon) ** self.settings.alpha
+        raised = (magnitude + self.settings.epsilon) ** self.settings.alpha
         self.highest = max(self.highest, float(raised.max(initial=0.0)))
         # An entry may have been overwritten by an unusable one since it was sampled.
         self.tree.set(indices, np.where(self.tree.get(indices) > 0.0, raised, 0.0))
