@@ -14,7 +14,7 @@ class Minibatches:
     rows: np.ndarray
     """Row numbers [I, B] int32; padding repeats row 0 with weight 0."""
     weights: np.ndarray
-    """1 / real rows of the minibatch on real rows, 0 on padding; [I, B] float32."""
+    """Those of real rows, of sum 1 in each minibatch, and 0 on padding; [I, B] float32."""
     count: int
     """Minibatches in use; the rest, up to the fixed capacity I, is padding."""
 
@@ -28,12 +28,17 @@ def make_minibatches(
     usable: np.ndarray,
     batch_size: int,
     n_epochs: int,
+    row_weights: np.ndarray | None = None,
 ) -> Minibatches:
     """Draw a new permutation of the usable rows for each epoch and cut it into minibatches.
 
     Args:
         usable: which of the R rows may be used, [R] bool.
+        row_weights: what each row counts within its minibatch, [R]; rows of weight 0 are left
+            out. None: all the same.
     """
+    if row_weights is not None:
+        usable = usable & (row_weights > 0)
     usable_rows = np.flatnonzero(usable).astype(np.int32)
     per_epoch = n_minibatches(len(usable_rows), batch_size, 1)
     capacity = n_minibatches(len(usable), batch_size, n_epochs)
@@ -45,6 +50,9 @@ def make_minibatches(
             part = shuffled[i * batch_size : (i + 1) * batch_size]
             rows[epoch * per_epoch + i, : len(part)] = part
             weights[epoch * per_epoch + i, : len(part)] = 1.0 / len(part)
+    if row_weights is not None:
+        weights *= row_weights[rows]
+        weights /= np.maximum(weights.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
     return Minibatches(rows, weights, n_epochs * per_epoch)
 
 

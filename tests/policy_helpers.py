@@ -69,6 +69,41 @@ def gae_by_definition(rewards, values, next_values, terminated, truncated, gamma
     return advantages
 
 
+def vtrace_by_definition(
+    rewards, values, next_values, log_ratios, terminated, truncated, valid, gamma, lam, rho, c
+):
+    """Eq. 1 of the paper, one sum a step: gamma^(t-s) (c_s ... c_(t-1)) delta_t, with v - V beside.
+
+    Returns corrections v_s - V(s_s), and advantages rho_s (r_s + gamma v_(s+1) - V(s_s)).
+    """
+    steps, envs = rewards.shape
+
+    def rho_delta(t, n):
+        ratio = min(rho, np.exp(min(float(log_ratios[t, n]), 50.0)))
+        after = 0.0 if terminated[t, n] else gamma * float(next_values[t, n])
+        return ratio, float(rewards[t, n]) + after - float(values[t, n])
+
+    corrections, advantages = np.zeros((steps, envs)), np.zeros((steps, envs))
+    for n in range(envs):
+        for s in range(steps):
+            weight = 1.0
+            for t in range(s, steps):
+                if not valid[t, n]:
+                    break
+                ratio, delta = rho_delta(t, n)
+                corrections[s, n] += weight * ratio * delta
+                if terminated[t, n] or truncated[t, n]:
+                    break
+                weight *= gamma * lam * min(c, np.exp(min(float(log_ratios[t, n]), 50.0)))
+        for s in range(steps):
+            if not valid[s, n]:
+                continue
+            ratio, delta = rho_delta(s, n)
+            ended = terminated[s, n] or truncated[s, n] or s == steps - 1
+            advantages[s, n] = ratio * (delta + (0 if ended else gamma * corrections[s + 1, n]))
+    return corrections, advantages
+
+
 class CompilationCount:
     def __init__(self):
         self.count = 0

@@ -87,3 +87,30 @@ def test_a_last_minibatch_of_one_row_is_finite(n_rows):
 def test_equal_advantages_become_zero():
     batches = make_minibatches(np.random.default_rng(0), np.ones(8, bool), 4, 1)
     assert not standardize(np.full(8, 2.5, np.float32), batches).any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(MASKS, st.integers(1, 15), st.integers(0, 99))
+def test_rows_count_by_their_weights_and_those_of_weight_zero_are_left_out(
+    usable, batch_size, seed
+):
+    rng = np.random.default_rng(seed)
+    row_weights = rng.choice([0.0, 0.25, 1.0], len(usable)).astype(np.float32)
+    batches = make_minibatches(rng, usable, batch_size, 2, row_weights)
+    kept = usable & (row_weights > 0)
+    assert len(batches.rows) == n_minibatches(len(usable), batch_size, 2)
+    used = batches.rows[batches.weights > 0]
+    np.testing.assert_array_equal(np.sort(used), np.repeat(np.flatnonzero(kept), 2))
+    for i in range(batches.count):
+        real = batches.weights[i] > 0
+        expected = row_weights[batches.rows[i, real]]
+        np.testing.assert_allclose(batches.weights[i, real], expected / expected.sum(), rtol=1e-5)
+    assert not batches.weights[batches.count :].any()
+
+
+def test_equal_row_weights_change_nothing():
+    usable = np.arange(21) % 5 > 0
+    plain = make_minibatches(np.random.default_rng(3), usable, 4, 2)
+    weighted = make_minibatches(np.random.default_rng(3), usable, 4, 2, np.full(21, 0.3))
+    np.testing.assert_array_equal(plain.rows, weighted.rows)
+    np.testing.assert_allclose(plain.weights, weighted.weights, rtol=1e-6)
