@@ -105,7 +105,9 @@ def _read_tensor(name: str, entry: Any, content: np.ndarray, path: Path) -> np.n
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
-        well_formed = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        well_formed = isinstance(dtype, str) and all(
+            type(n) is int and n >= 0 for n in (*shape, begin, end)
+        )
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:
