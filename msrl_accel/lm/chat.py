@@ -79,6 +79,7 @@ def _environment() -> jinja2.Environment:
     jinja2 = _import_jinja()
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
 
     class Generation(Extension):
         """`{% generation %}` marks what an assistant says; the text is that of its body."""
@@ -107,7 +108,7 @@ def _environment() -> jinja2.Environment:
                 raise jinja2.exceptions.SecurityError(f"it runs for more than {MAX_SECONDS} s")
             return super().call(__context, __obj, *args, **kwargs)
 
-    class Namespace(jinja2.utils.Namespace):
+    class SafeNamespace(Namespace):
         """`namespace()` without the underscored attributes that Python itself would look at."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:
@@ -115,7 +116,7 @@ def _environment() -> jinja2.Environment:
             attributes = dict(*values, **kwargs)
             for name in attributes:
                 _check_attribute(name)
-            jinja2.utils.Namespace.__init__(self, attributes)
+            Namespace.__init__(self, attributes)
 
         def __setitem__(self, name: Any, value: Any) -> None:
             _check_attribute(name)
@@ -127,7 +128,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = Namespace
+    environment.globals["namespace"] = SafeNamespace
     return environment
 
 
@@ -174,7 +175,6 @@ def _import_jinja() -> Any:
         import jinja2
         import jinja2.exceptions
         import jinja2.nodes
-        import jinja2.utils
     except ImportError as error:
         raise LMError(f"chat templates need the package jinja2; {EXTRA}") from error
     return jinja2

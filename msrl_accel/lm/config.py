@@ -80,12 +80,11 @@ class LMConfig:
             raise LMError(
                 f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of numbers"
             )
-        for name, ids in (
-            ("eos_ids", self.eos_ids),
-            ("pad_id", self.pad_id),
-            ("bos_id", self.bos_id),
-        ):
-            _check_ids(name, ids, self.vocab_size)
+        for token in self.eos_ids:
+            _check_id("eos_ids", token, self.vocab_size)
+        for name in ("pad_id", "bos_id"):
+            if getattr(self, name) is not None:
+                _check_id(name, getattr(self, name), self.vocab_size)
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", read_rope_scaling(self.rope_scaling))
 
@@ -222,7 +221,7 @@ def tiny_config(
 
 def check_architecture(architecture: Any) -> None:
     """Raise LMError, with the supported list, where `architecture` is not in it."""
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise LMError(
             f"language models of the architecture {architecture!r} are not supported; "
@@ -243,12 +242,12 @@ def read_rope_scaling(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in _ROPE_SCALING_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_SCALING_KEYS:
         supported = ", ".join(_ROPE_SCALING_KEYS)
         raise LMError(f"rope_scaling of the kind {kind!r} is not supported; supported: {supported}")
     scaling: dict[str, Any] = {"rope_type": kind}
     for key in _ROPE_SCALING_KEYS[kind]:
-        value = raw.get(key)
+        value: Any = raw.get(key)
         if not _is_number(value) or value <= 0:
             raise LMError(f"rope_scaling[{key!r}] must be a positive number, not {value!r}")
         scaling[key] = value
@@ -276,12 +275,9 @@ _COUNTS = (
 )
 
 
-def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
-    for token in ids if isinstance(ids, tuple) else (ids,):
-        if token is None:
-            continue
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise LMError(f"{name} holds {token!r}, which is not a token of 0 to {vocab_size - 1}")
+def _check_id(name: str, token: Any, vocab_size: int) -> None:
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise LMError(f"{name} holds {token!r}, which is not a token of 0 to {vocab_size - 1}")
 
 
 def _is_number(value: Any) -> bool:
@@ -299,8 +295,10 @@ def _read_id(raw: Any) -> Any:
 
 
 def _read_architecture(values: Mapping[str, Any]) -> str:
-    heads = values.get("architectures") or []
-    kind = values.get("model_type")
+    heads = _get(values, "architectures", [])
+    if not isinstance(heads, list):
+        raise LMError(f"architectures must be a list of names, not {heads!r}")
+    kind: Any = values.get("model_type")
     if kind is None and heads:
         kind = next((k for k, name in ARCHITECTURES.items() if name == heads[0]), heads[0])
     check_architecture(kind)
@@ -323,10 +321,17 @@ def _read_head_dim(architecture: str, values: Mapping[str, Any]) -> Any:
 
 
 def _read_rope(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    parameters = values.get("rope_parameters") or {}
+    parameters = _rope_parameters(values)
     theta = parameters.get("rope_theta", _get(values, "rope_theta", 10000.0))
     scaling = values.get("rope_scaling") or parameters or None
     return theta, None if scaling is None else read_rope_scaling(scaling)
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = _get(values, "rope_parameters", {})
+    if not isinstance(parameters, Mapping):
+        raise LMError(f"rope_parameters is a JSON object or null, not {parameters!r}")
+    return parameters
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
@@ -341,10 +346,12 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
         raise LMError(
             "quantised weights are not supported; use the unquantised model or a GGUF file"
         )
-    rope = values.get("rope_parameters") or {}
-    partial = rope.get("partial_rotary_factor", _get(values, "partial_rotary_factor", 1.0))
+    partial = _rope_parameters(values).get(
+        "partial_rotary_factor", _get(values, "partial_rotary_factor", 1.0)
+    )
     if partial != 1.0:
         raise LMError(f"partial_rotary_factor={partial!r} is not supported; supported: 1")
-    layers = values.get("layer_types") or []
-    if values.get("use_sliding_window") or any(kind != "full_attention" for kind in layers):
+    layers = _get(values, "layer_types", [])
+    full = isinstance(layers, list) and all(kind == "full_attention" for kind in layers)
+    if values.get("use_sliding_window") or not full:
         raise LMError("sliding-window attention is not supported; every layer must see all tokens")

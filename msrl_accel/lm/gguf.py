@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from msrl_accel.errors import LMError
 from msrl_accel.lm.config import LMConfig, check_architecture, check_count
+from msrl_accel.lm.rope import inverse_frequencies
 from msrl_accel.lm.sources import EXTRA
 
 _TENSORS = {
@@ -36,6 +37,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3's scaling; GGUF files hold the resulting factors instead, and only `factor` ever differs.
 _LLAMA3 = {
+    "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -135,9 +137,8 @@ def _read_config(file: GGUFFile, architecture: str, tensors: Mapping[str, np.nda
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise LMError(f"{file.path} lacks the tensor token_embd.weight")
-    theta = get("rope.freq_base", 10000.0)
     ids = (file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
-    return LMConfig(
+    config = LMConfig(
         architecture=architecture,
         vocab_size=len(embedding),
         hidden_size=hidden,
@@ -146,8 +147,7 @@ def _read_config(file: GGUFFile, architecture: str, tensors: Mapping[str, np.nda
         n_heads=n_heads,
         n_kv_heads=get("attention.head_count_kv", n_heads),
         head_dim=head_dim,
-        rope_theta=_shorten(theta),
-        rope_scaling=_read_scaling(file, architecture, tensors, theta, head_dim),
+        rope_theta=_shorten(get("rope.freq_base", 10000.0)),
         rms_norm_eps=_shorten(need("attention.layer_norm_rms_epsilon")),
         tie_embeddings="output.weight" not in tensors,
         qkv_bias=architecture == "qwen2",
@@ -157,6 +157,7 @@ def _read_config(file: GGUFFile, architecture: str, tensors: Mapping[str, np.nda
         pad_id=file.get("tokenizer.ggml.padding_token_id"),
         bos_id=file.get("tokenizer.ggml.bos_token_id"),
     )
+    return _with_scaling(config, file, tensors.get(_ROPE_FACTORS))
 
 
 def _shorten(value: float) -> float:
@@ -164,37 +165,19 @@ def _shorten(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _read_scaling(
-    file: GGUFFile,
-    architecture: str,
-    tensors: Mapping[str, np.ndarray],
-    theta: float,
-    head_dim: int,
-) -> dict[str, Any] | None:
-    factors = tensors.get(_ROPE_FACTORS)
+def _with_scaling(config: LMConfig, file: GGUFFile, factors: np.ndarray | None) -> LMConfig:
+    """The configuration with the rotary scaling that the metadata or the factors describe."""
     if factors is not None:
-        scaling = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
-        expected = llama3_factors(scaling, theta, head_dim)
+        scaled = replace(config, rope_scaling={"factor": float(factors.max()), **_LLAMA3})
+        expected = inverse_frequencies(config) / inverse_frequencies(scaled)
         if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
             raise LMError(f"{file.path} scales rotary embeddings in a way that is not supported")
-        return scaling
-    kind = file.get(f"{architecture}.rope.scaling.type") or "none"
+        return scaled
+    key = f"{config.architecture}.rope.scaling"
+    kind = file.get(f"{key}.type") or "none"
     if kind == "none":
-        return None
-    return {"rope_type": kind, "factor": file.need(f"{architecture}.rope.scaling.factor")}
-
-
-def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> np.ndarray:
-    """What Llama 3's scaling divides each rotary frequency by, [head_dim / 2] float32.
-
-    1 where a wave is short, `factor` where it is longer than the original context, and a blend
-    between the two.
-    """
-    waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] / waves
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1.0 - blend) / scaling["factor"] + blend)).astype(np.float32)
+        return config
+    return replace(config, rope_scaling={"rope_type": kind, "factor": file.need(f"{key}.factor")})
 
 
 def _translate(name: str) -> str:

@@ -71,7 +71,7 @@ def _build(file: GGUFFile, tokens: list[str], pre: str) -> tokenizers.Tokenizer:
         )
     except Exception as error:  # The library raises Exception itself.
         raise LMError(f"{file.path} has a damaged tokenizer: {error}") from error
-    backend = library.Tokenizer(model)
+    backend: tokenizers.Tokenizer = library.Tokenizer(model)
     if pre == "qwen2":
         backend.normalizer = library.normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(library, pre)

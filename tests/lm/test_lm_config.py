@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from model_files import VOCAB, hf_config
 
 from msrl_accel.errors import LMError
@@ -165,6 +169,8 @@ def test_the_tiny_model_has_a_million_parameters():
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "linear, llama3"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_scaling": {**LLAMA_3_2["rope_scaling"], "high_freq_factor": 1.0}}, "high_freq"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"attention_bias": True}, "attention_bias"),
@@ -178,6 +184,22 @@ def test_the_tiny_model_has_a_million_parameters():
 def test_what_cannot_be_computed_is_refused_by_name(change, words):
     with pytest.raises(LMError, match=words):
         LMConfig.from_dict(hf_config(**change))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats(0, 2) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+)
+
+
+@given(
+    key=st.sampled_from([*QWEN3, "rope_parameters", "layer_types", "partial_rotary_factor"]),
+    value=JSON,
+)
+def test_any_value_is_read_or_refused(key, value):
+    with contextlib.suppress(LMError):
+        config = LMConfig.from_dict({**QWEN3, key: value})
+        assert LMConfig.from_dict(config.to_dict()) == config
 
 
 def test_only_an_object_is_a_configuration():
