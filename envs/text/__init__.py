@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msrl_accel.envs.text.base import Problem, Reward, TextTask
+from msrl_accel.envs.text.base import Problem, ProceduralTask, Reward, TextTask
 from msrl_accel.envs.text.registry import TASKS, built_in_characters, is_text_id, make_task
 from msrl_accel.envs.text.rewards import RewardFunction, RewardSpec, parse_rewards
 from msrl_accel.envs.text.scoring import Score, Scorer, describe_failures, usable_groups
@@ -10,6 +10,7 @@ from msrl_accel.envs.text.scoring import Score, Scorer, describe_failures, usabl
 __all__ = [
     "TASKS",
     "Problem",
+    "ProceduralTask",
     "Reward",
     "RewardFunction",
     "RewardSpec",

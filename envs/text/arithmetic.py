@@ -21,6 +21,7 @@ _DIGITS = "0123456789"
 
 class _Arithmetic(ProceduralTask):
     operator = ""
+    inline = True
 
     def __init__(self, digits: int, terms: int, style: str) -> None:
         self.digits = check_integer(self.name, "digits", digits, 1, 15)
@@ -36,11 +37,11 @@ class _Arithmetic(ProceduralTask):
             right = last_number(final_answer(completion)) == int(problem.answer)
         return Reward(1.0, "right") if right else Reward(0.0, f"expected {problem.answer}")
 
-    def _draw(self, rng: np.random.Generator) -> Problem:
+    def draw(self, rng: np.random.Generator) -> Problem:
         numbers = rng.integers(0, 10**self.digits, self.terms).tolist()
         return Problem(self._prompt(numbers), str(self._result(numbers)), {"numbers": numbers})
 
-    def _key(self, problem: Problem) -> str:
+    def key(self, problem: Problem) -> str:
         # 3+5 and 5+3 are one problem, in any style
         return f"{self.operator}{sorted(problem.meta['numbers'])}"
 

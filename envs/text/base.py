@@ -73,15 +73,14 @@ class TextTask(ABC):
 
 
 class ProceduralTask(TextTask):
-    """A task whose problems are drawn at random; `_key` is what makes two of them the same."""
-
-    inline = True
+    """A task whose problems are drawn at random; a hash of their key decides which are held out."""
 
     @abstractmethod
-    def _draw(self, rng: np.random.Generator) -> Problem:
+    def draw(self, rng: np.random.Generator) -> Problem:
         """One problem, of either side of the split."""
 
-    def _key(self, problem: Problem) -> str:
+    def key(self, problem: Problem) -> str:
+        """What makes two problems the same, such as 3+5 and 5+3; the prompt unless overridden."""
         return problem.prompt
 
     def sample(self, rng: np.random.Generator, n: int) -> list[Problem]:
@@ -89,8 +88,8 @@ class ProceduralTask(TextTask):
         for _ in range(10_000 + 100 * n):
             if len(problems) >= n:
                 return problems
-            problem = self._draw(rng)
-            if not is_held_out(self._key(problem)):
+            problem = self.draw(rng)
+            if not is_held_out(self.key(problem)):
                 problems.append(problem)
         raise EnvError(f"{self.name}: almost no problem is left for training; make it larger")
 
@@ -100,8 +99,8 @@ class ProceduralTask(TextTask):
         for _ in range(10_000 + 100 * n):  # a small task has fewer than n
             if len(found) >= n:
                 break
-            problem = self._draw(rng)
-            key = self._key(problem)
+            problem = self.draw(rng)
+            key = self.key(problem)
             if is_held_out(key):
                 found.setdefault(key, problem)
         return list(found.values())[:n]

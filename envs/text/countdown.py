@@ -41,6 +41,7 @@ class Countdown(ProceduralTask):
     """
 
     name = "text/countdown"
+    inline = True
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Countdown(ProceduralTask):
             return Reward(0.0, f"the value is {value}, not {problem.meta['target']}")
         return Reward(1.0, "right")
 
-    def _draw(self, rng: np.random.Generator) -> Problem:
+    def draw(self, rng: np.random.Generator) -> Problem:
         for _ in range(_MAX_ATTEMPTS):
             numbers = rng.integers(1, self.limit + 1, self.numbers).tolist()
             found = self._combine(rng, numbers)
@@ -106,7 +107,7 @@ class Countdown(ProceduralTask):
         fits = value <= self.max_target and value not in numbers  # else it is a copy of a number
         return (text, value) if fits else None
 
-    def _key(self, problem: Problem) -> str:
+    def key(self, problem: Problem) -> str:
         return f"{sorted(problem.meta['numbers'])}:{problem.meta['target']}"
 
     def _prompt(self, numbers: list[int], target: int) -> str:

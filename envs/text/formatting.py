@@ -63,6 +63,7 @@ class Format(ProceduralTask):
     """
 
     name = "text/format"
+    inline = True
 
     def __init__(self, letters: int = 4, rules: int = 2, style: str = "plain") -> None:
         self.letters = check_integer(self.name, "letters", letters, 2, 20)
@@ -86,7 +87,7 @@ class Format(ProceduralTask):
         share = sum(checks) / len(checks) if checks else 0.0
         return Reward(_PARTIAL * share, f"{sum(checks)} of {len(checks)} marks of {problem.answer}")
 
-    def _draw(self, rng: np.random.Generator) -> Problem:
+    def draw(self, rng: np.random.Generator) -> Problem:
         word = "".join(string.ascii_lowercase[i] for i in rng.integers(0, 26, self.letters))
         chosen = sorted(rng.permutation(len(_RULES))[: self.rules].tolist())
         rules = [_RULES[index] for index in chosen]
@@ -96,7 +97,7 @@ class Format(ProceduralTask):
         codes = "".join(rule.code for rule in rules)
         return Problem(self._prompt(word, rules), text, {"word": word, "rules": codes})
 
-    def _key(self, problem: Problem) -> str:
+    def key(self, problem: Problem) -> str:
         return f"{problem.meta['word']}|{problem.meta['rules']}"
 
     def _prompt(self, word: str, rules: list[_Rule]) -> str:

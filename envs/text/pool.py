@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe, connection
 from typing import Any
 
+from msrl_accel.envs.text.worker import END_WITH_PARENT
 from msrl_accel.errors import EnvError
 
 START_SECONDS = 60.0
@@ -141,8 +142,9 @@ class WorkerPool:
         self._losses += 1
         if self._losses >= _MOST_LOSSES:
             raise EnvError(
-                f"{self._losses} scoring workers were lost one after the other, the last one: {how}"
-                f"\nStack of the worker process:\n{stack or '(unknown)'}"
+                f"{self._losses} scoring workers were lost one after the other, the last one by "
+                f"reward {item.job['name']}: {how}\nStack of the worker process:\n"
+                f"{stack or '(unknown)'}"
             )
         self._replace(index)
 
@@ -206,7 +208,8 @@ class _Worker:
     def stack(self) -> str:
         """Where it last was when its time ran out or a signal ended it, as far as it could say."""
         self._stacks.seek(0)
-        return self._stacks.read().decode("utf-8", "replace")
+        threads = self._stacks.read().decode("utf-8", "replace").split("\n\n")
+        return "\n\n".join(text for text in threads if f" in {END_WITH_PARENT}\n" not in text)
 
     def describe_death(self) -> str:
         self._await_exit()

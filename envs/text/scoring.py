@@ -99,7 +99,7 @@ class Scorer:
                 "timeout": timeout,
                 "memory_mb": memory_mb,
             }
-            count = workers or min(4, os.cpu_count() or 1)
+            count = workers or min(4, len(os.sched_getaffinity(0)))
             self._pool = WorkerPool(plan, count, timeout)
 
     @property
@@ -131,7 +131,7 @@ class Scorer:
                     answers[row][column] = judge(function, problem, completion)
                 else:
                     places.append((row, column))
-                    jobs.append(_job(column, problem, completion))
+                    jobs.append(_job(column, self.rewards[column].name, problem, completion))
         if self._pool is not None:
             with self._lock:
                 for (row, column), answer in zip(places, self._pool.run(jobs)):
@@ -224,9 +224,9 @@ class _TaskScore(RewardFunction):
         return self._task.score(problem, completion)
 
 
-def _job(column: int, problem: Problem, completion: str) -> Job:
+def _job(column: int, name: str, problem: Problem, completion: str) -> Job:
     fields = [problem.prompt, problem.answer, dict(problem.meta)]
-    return {"reward": column, "problem": fields, "completion": completion}
+    return {"reward": column, "name": name, "problem": fields, "completion": completion}
 
 
 def _check_settings(workers: int | None, timeout: float, memory_mb: int | None) -> None:

@@ -27,6 +27,7 @@ class Sorting(ProceduralTask):
     """
 
     name = "text/sorting"
+    inline = True
 
     def __init__(self, length: int = 4, digits: int = 2, style: str = "plain") -> None:
         self.length = check_integer(self.name, "length", length, 2, 100)
@@ -43,12 +44,12 @@ class Sorting(ProceduralTask):
             right = found[-self.length :] == problem.answer.split(",")
         return Reward(1.0, "right") if right else Reward(0.0, f"expected {problem.answer}")
 
-    def _draw(self, rng: np.random.Generator) -> Problem:
+    def draw(self, rng: np.random.Generator) -> Problem:
         numbers = rng.integers(0, 10**self.digits, self.length).tolist()
         answer = ",".join(map(str, sorted(numbers)))
         return Problem(self._prompt(numbers), answer, {"numbers": numbers})
 
-    def _key(self, problem: Problem) -> str:
+    def key(self, problem: Problem) -> str:
         return problem.answer  # another order of the same numbers is no new problem
 
     def _prompt(self, numbers: list[int]) -> str:

@@ -24,6 +24,10 @@ from msrl_accel.envs.text.rewards import RewardFunction, RewardSpec, build_rewar
 
 _STACK_AFTER = 0.9
 """Share of the time limit after which the worker writes down where it is."""
+_LONGEST_MESSAGE = 2_000
+_LONGEST_TRACEBACK = 20_000
+END_WITH_PARENT = "watch_parent"
+"""Name of the function that every worker's second thread runs, which says nothing in a stack."""
 _MEGABYTE = 1024 * 1024
 
 
@@ -61,9 +65,10 @@ def judge(function: RewardFunction, problem: Problem, completion: str) -> dict[s
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON."""
+    """An exception as JSON; endless messages are cut."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return {"error": f"{type(error).__name__}: {error}", "traceback": text}
+    message = f"{type(error).__name__}: {error}"
+    return {"error": message[:_LONGEST_MESSAGE], "traceback": text[-_LONGEST_TRACEBACK:]}
 
 
 def _make(reward: Mapping[str, Any]) -> RewardFunction:
@@ -112,12 +117,12 @@ def _end_with_parent() -> None:
     """End this process group, verifiers' own children included, when the parent is gone."""
     parent = os.getppid()
 
-    def watch() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_parent, daemon=True).start()
 
 
 def _send(connection: Connection, message: Mapping[str, Any]) -> None:
