@@ -131,8 +131,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if pickled:
         raise LMError(
             f"{folder} holds pickled weights ({pickled[0]}), which can run code when opened: "
-            "convert them with transformers, from_pretrained(...).save_pretrained(folder), "
-            "where you trust them"
+            "where you trust them, convert them with transformers, "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
         )
     raise LMError(f"{folder} has neither {SINGLE} nor {INDEX}")
 

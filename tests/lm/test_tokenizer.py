@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from msrl_accel.envs.text import built_in_characters
 from msrl_accel.errors import LMError
 from msrl_accel.lm.config import tiny_config
 from msrl_accel.lm.tokenizer import CharTokenizer, Tokenizer
@@ -326,6 +327,11 @@ def test_the_character_tokenizer():
     for alphabet in ("", "aa"):
         with pytest.raises(LMError, match="alphabet"):
             CharTokenizer(alphabet)
+
+
+def test_the_character_tokenizer_knows_the_built_in_tasks():
+    characters = built_in_characters()
+    assert len(TASKS.encode(characters)) == len(characters)
 
 
 def test_the_character_tokenizer_comes_back_from_disk(tmp_path):
