@@ -29,6 +29,7 @@ from msrl_accel.config_sections import (
     CheckpointConfig,
     EvaluationConfig,
     LoggingConfig,
+    PipelineConfig,
     PolicyConfig,
     RewardConfig,
     RuntimeConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "EvaluationConfig",
     "Field",
     "LoggingConfig",
+    "PipelineConfig",
     "PolicyConfig",
     "RewardConfig",
     "RuntimeConfig",
@@ -61,6 +63,16 @@ __all__ = [
 AlgorithmSections = Mapping[str, "type[Section]"]
 
 _FLAGS = ("algo", "env", "total_steps", "seed", "n_envs", "run_dir", "quiet")
+_NESTED_FLAGS = {
+    "--rollout-runtime": "runtime.rollout",
+    "--mode": "pipeline.mode",
+    "--workers": "pipeline.workers",
+    "--envs-per-worker": "pipeline.envs_per_worker",
+    "--queue-size": "pipeline.queue_size",
+    "--placement": "pipeline.placement",
+    "--max-staleness": "pipeline.max_staleness",
+    "--trace": "pipeline.trace",
+}
 _TEXT_FLAGS = ("algo", "env", "run_dir")  # taken as they are; the others are YAML values
 
 
@@ -277,9 +289,13 @@ def build_parser(
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--resume", metavar="RUN", help="Run directory to continue.")
     start.add_argument("--config", metavar="FILE", help="YAML file of the keys below.")
-    parser.add_argument(
-        "--rollout-runtime", metavar="ENGINE", help=fields_of(RuntimeConfig)["rollout"].doc
-    )
+    for flag, key in _NESTED_FLAGS.items():
+        help_text = " ".join(_field_at(key).doc.split())
+        if key == "pipeline.trace":
+            parser.add_argument(flag, action="store_const", const=True, help=help_text)
+        else:
+            metavar = key.rpartition(".")[2].upper()
+            parser.add_argument(flag, metavar=metavar, help=help_text)
     parser.add_argument(
         "--no-tuned",
         dest="tuned",
@@ -318,11 +334,22 @@ def config_from_args(
             flag = "--" + name.replace("_", "-")
             text = isinstance(value, str) and name not in _TEXT_FLAGS
             layers.append(_Layer(flag, {name: _flag_value(name, value) if text else value}))
-    if args.rollout_runtime is not None:
-        layers.append(_Layer("--rollout-runtime", {"runtime.rollout": args.rollout_runtime}))
+    for flag, key in _NESTED_FLAGS.items():
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if value is not None:
+            text = isinstance(value, str) and _field_at(key).kind is not str
+            layers.append(_Layer(flag, {key: _flag_value(key, value) if text else value}))
     layers += [_assignment(text) for text in args.assignments]
     start = args.config if config_file is None else config_file
     return _resolve(layers, start, args.tuned, algorithm_sections)
+
+
+def _field_at(key: str) -> FieldSpec:
+    """The field of a dotted key of the sections that every algorithm has."""
+    section, _, name = key.partition(".")
+    nested = fields_of(TrainConfig)[section].section
+    assert nested is not None
+    return fields_of(nested)[name]
 
 
 def _flag_value(key: str, text: str) -> Any:

@@ -78,6 +78,40 @@ class RuntimeConfig(Section):
     """Whether the rollout's result for an observation must not depend on the batch it is in."""
 
 
+class PipelineConfig(Section):
+    """Whether rollout and training overlap, and how (docs/async.md)."""
+
+    mode: str = Field("sync", choices=("sync", "async"))
+    """sync collects and trains in turn; async collects in processes of their own meanwhile."""
+    workers: int = Field(2, ge=1)
+    """Processes that collect, in async mode."""
+    envs_per_worker: int = Field(32, ge=1)
+    """Environments of each; n_envs is then the number of trajectories in one update."""
+    queue_size: int = Field(4, ge=1)
+    """Updates' worth of trajectories that may wait for the learner."""
+    stepping: str = Field("auto", choices=("auto", "together", "apart"))
+    """Whether a worker's environments step in time or each at its own pace, in a thread; auto lets
+    those that wait rather than compute go apart."""
+    inference: str = Field("local", choices=("local", "server"))
+    """Whether each worker runs the policy, or a server does for all of them in batches."""
+    placement: str = Field("colocated", choices=("colocated", "separate"))
+    """Whether workers and learner share the cores, or each have their own."""
+    max_staleness: int = Field(4, ge=0)
+    """Versions of the policy a sample may be behind; 0 is synchronous training."""
+    stale: str = Field("drop", choices=("drop", "down_weight"))
+    """What happens to samples further behind."""
+    lag_discount: float = Field(0.05, ge=0)
+    """The learning rate is divided by 1 + this times the mean lag of the batch."""
+    publish_interval: int = Field(1, ge=1)
+    """Updates between two publications of the policy's weights."""
+    hang_seconds: float = Field(60.0, gt=0)
+    """A worker that gives no sign of life for so long is replaced."""
+    max_restarts: int = Field(5, ge=0)
+    """Failures of a worker in a row, without a trajectory between them, that end the run."""
+    trace: bool = Field(False)
+    """Whether a timeline of all stages is written to trace.json, for Perfetto."""
+
+
 class TrainConfig(Section):
     """A whole training run.
 
@@ -113,6 +147,7 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
 
     @property
     def algorithm(self) -> Section:
