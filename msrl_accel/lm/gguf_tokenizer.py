@@ -63,9 +63,10 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
 
 def _build(file: GGUFFile, tokens: list[str], pre: str) -> tokenizers.Tokenizer:
     library = import_tokenizers()
-    merges = [tuple(pair.split(" ")) for pair in file.need(_KEY + "merges")]
+    pairs, kinds = file.need(_KEY + "merges"), file.need(_KEY + "token_type")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     try:
+        merges = [tuple(pair.split(" ")) for pair in pairs]
         model = library.models.BPE(
             vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"
         )
@@ -76,7 +77,6 @@ def _build(file: GGUFFile, tokens: list[str], pre: str) -> tokenizers.Tokenizer:
         backend.normalizer = library.normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(library, pre)
     backend.decoder = library.decoders.ByteLevel()
-    kinds = file.need(_KEY + "token_type")
     for special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [
             library.AddedToken(token, special=special, normalized=False)

@@ -34,7 +34,7 @@ class Tokenizer:
         pad_id: where the settings name no `pad_token`.
 
     Raises:
-        LMError: a special token is not in the vocabulary.
+        LMError: a special token is not in the vocabulary, or an id is no integer.
     """
 
     def __init__(
@@ -52,6 +52,9 @@ class Tokenizer:
         self.special_tokens = _special_tokens(settings)
         own = self._special_id("eos_token")
         ids = ([] if own is None else [own]) + list(eos_ids)
+        for token in (*ids, *(() if pad_id is None else (pad_id,))):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise LMError(f"token ids are integers, not {token!r}")
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
         self.bos_id = self._special_id("bos_token")
         self.pad_id: int = self._choose_pad(pad_id)
@@ -291,6 +294,6 @@ def _chat_template(settings: Mapping[str, Any]) -> str | None:
     """The template, or of several the one named "default"."""
     stored = settings.get("chat_template")
     if isinstance(stored, list):
-        named = {entry.get("name"): entry.get("template") for entry in stored}
-        stored = named.get("default")
+        named = [e for e in stored if isinstance(e, Mapping) and e.get("name") == "default"]
+        stored = named[0].get("template") if named else None
     return stored if isinstance(stored, str) else None

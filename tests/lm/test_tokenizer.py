@@ -226,6 +226,9 @@ def test_bad_folders(tmp_path):
     write_folder(tmp_path, tokenizer_config={"eos_token": "<absent>"})
     with pytest.raises(LMError, match="eos_token is '<absent>'"):
         Tokenizer.load(tmp_path)
+    write_folder(tmp_path, tokenizer_config={}, config={"eos_token_id": ["2"]})
+    with pytest.raises(LMError, match="integers, not '2'"):
+        Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("nonsense")
     with pytest.raises(LMError, match="not JSON"):
         Tokenizer.load(tmp_path)
@@ -284,6 +287,7 @@ def test_gguf_tokenizers_begin_texts_as_they_say(tmp_path):
         ({"tokenizer.ggml.model": None}, r"lacks tokenizer\.ggml\.model"),
         ({"tokenizer.ggml.merges": ["zz qq"]}, "damaged tokenizer"),
         ({"tokenizer.ggml.merges": ["zz"]}, "damaged tokenizer"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "damaged tokenizer"),
     ],
 )
 def test_gguf_tokenizers_that_cannot_be_built(tmp_path, changes, words):
