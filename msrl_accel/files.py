@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -54,9 +57,14 @@ def staged_folder(target: Path) -> Iterator[Path]:
     Raises:
         OSError: a folder or file cannot be written or moved.
     """
+    clear_stale_folders(target)
     staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
+    lock = None
     try:
         staging.mkdir(parents=True)
+        lock = os.open(staging, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield staging
         for file in staging.iterdir():
             _sync_file(file)
@@ -64,6 +72,43 @@ def staged_folder(target: Path) -> Iterator[Path]:
         _replace_folder(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def clear_stale_folders(target: Path) -> None:
+    """Remove what killed writers of `target` left; put back the folder that one had moved aside.
+
+    The folders of writers that are still at work, here or on another host, are locked.
+
+    Raises:
+        OSError: a folder cannot be moved.
+    """
+    ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(tmp|old)")
+    for folder in sorted(target.parent.glob(f".{glob.escape(target.name)}.*")):  # .old before .tmp
+        if not ours.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            continue
+        if _is_locked(folder.with_suffix(".tmp")):
+            continue
+        if folder.suffix == ".old" and not target.exists():
+            os.rename(folder, target)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock of a folder, or that cannot be told."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _replace_folder(staging: Path, target: Path) -> None:

@@ -48,12 +48,12 @@ def onnx() -> str:
 def lite() -> str:
     """MindSpore Lite is loaded, and must refuse what is no model."""
     from msrl_accel.runtime import lite_setup
-    from msrl_accel.runtime.lite_engine import _load_library, open_engine
+    from msrl_accel.runtime.lite_engine import load_library, open_engine
     from msrl_accel.runtime.lite_setup import LiteError
 
     version = lite_setup.installed_version()
     if lite_setup.package_version() is None:
-        _load_library(lite_setup.shim_path())
+        load_library(lite_setup.shim_path())
     else:
         importlib.import_module(lite_setup.PACKAGE)
     try:

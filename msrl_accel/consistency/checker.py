@@ -73,8 +73,8 @@ def check_consistency(
         run: the run it is from; the checkpoint of the bundle's version is loaded.
         policy: the training graph itself, instead of `run`.
         runtimes: open engines to compare, by name, in addition to the bundle's.
-        backends: which of 'mindir', 'onnx', 'lite', 'om'; None for every one the bundle holds,
-            leaving out what cannot run here.
+        backends: which of 'mindir', 'onnx', 'lite', 'ms', 'om'; None for every one the bundle
+            holds, leaving out what cannot run here.
         episodes: whole episodes to play with each form, deterministic and as many sampled.
         observations: recorded observations [N, ...]; None records `rows` in the run's environment.
         batches: sizes of the calls.
@@ -330,7 +330,7 @@ class _Check:
         file = (
             None if bundle is None or name not in bundle.manifest["models"] else bundle.file(name)
         )
-        if file is None or not arrays or name == "om":
+        if file is None or not arrays or name in ("om", "ms"):
             return None
         case, expected = max(self.answers, key=lambda answer: answer[0].batch)
         reference = self.subject.numpy_policy()

@@ -15,8 +15,8 @@ import numpy as np
 
 from msrl_accel import html
 from msrl_accel.errors import BundleError, ExportError
-from msrl_accel.export.manifest import FORMATS, file_digest, parse, parse_spec
-from msrl_accel.files import PathLike, staged_folder
+from msrl_accel.export.manifest import MODELS, file_digest, parse, parse_spec
+from msrl_accel.files import PathLike, clear_stale_folders, staged_folder
 from msrl_accel.spaces import PolicySpec
 
 MANIFEST = "manifest.json"
@@ -73,8 +73,8 @@ class Bundle:
 
     def file(self, format: str) -> Path | None:
         """The file that the backend of that name loads; None where the bundle has none."""
-        if format not in FORMATS:
-            raise BundleError(f"format {format!r} is unknown: use one of {', '.join(FORMATS)}")
+        if format not in MODELS:
+            raise BundleError(f"format {format!r} is unknown: use one of {', '.join(MODELS)}")
         name = self.manifest["models"].get(format)
         return None if name is None else self.path / name
 
@@ -174,13 +174,15 @@ def staged(target: Path, *, force: bool) -> Iterator[Path]:
     """A hidden folder beside `target` to write a bundle in, renamed to it when the block ends well.
 
     Until then nothing is at `target`, or the bundle that was there before: a failure, a full disk
-    or a kill leaves no half-written bundle under its name.
+    or a kill leaves no half-written bundle under its name. What a kill leaves under a hidden name
+    is removed by the next export to the same place.
 
     Raises:
         ExportError: `target` exists and is not to be replaced, or cannot be written.
     """
-    _check_target(target, force)
     try:
+        clear_stale_folders(target)
+        _check_target(target, force)
         with staged_folder(target) as staging:
             yield staging
     except OSError as error:

@@ -17,6 +17,8 @@ from msrl_accel.spaces import PolicySpec
 KIND = "msrl_accel policy bundle"
 SCHEMA = 1
 FORMATS = ("mindir", "onnx", "lite", "om")
+MODELS = (*FORMATS, "ms")
+"""Backends that have a file of their own; 'ms' is written with 'lite'."""
 
 _NOISE = {
     "gumbel": "For every number u uniform in the open interval (0, 1) the noise is -log(-log(u)). "

@@ -102,9 +102,9 @@ def _write_forms(
         models["onnx"] = "policy.onnx"
         export_onnx(policy, folder / models["onnx"])
     if "lite" in formats:
-        notes.update(_write_lite(policy, folder / "policy_lite.mindir"))
-        if "lite" not in notes:
-            models["lite"] = "policy_lite.mindir"
+        written = {"lite": "policy_lite.mindir", "ms": "policy.ms"}
+        notes.update(_write_lite(policy, *(folder / name for name in written.values())))
+        models.update({form: name for form, name in written.items() if form not in notes})
     if "om" not in formats:
         return {"models": models, "notes": notes}
     from msrl_accel.export.om import export_om
@@ -127,21 +127,25 @@ def _write_forms(
     return {"models": models, "notes": notes, "om": om}
 
 
-def _write_lite(policy: Policy, target: Path) -> dict[str, str]:
-    """Write the file for MindSpore Lite; a note where the graph cannot be written for it."""
+def _write_lite(policy: Policy, target: Path, ms: Path) -> dict[str, str]:
+    """Write both files for MindSpore Lite; a note on each that cannot be written."""
     import mindspore
 
     from msrl_accel.export.lite import LITE_2_0_LEVEL, LiteExportError, write_lite_mindir
     from msrl_accel.export.mindir import export_mindir
     from msrl_accel.runtime import lite
+    from msrl_accel.runtime.lite_converter import convert_to_ms
 
     level = lite.mindir_level(mindspore.__version__) if lite.available()[0] else LITE_2_0_LEVEL
     source = target.with_name("fixed_batch.mindir")
     export_mindir(policy, source, batch=1)
     try:
         write_lite_mindir(source, target, level=level)
+        convert_to_ms(target, ms)
     except LiteExportError as error:
-        return {"lite": str(error)}
+        return {"lite": str(error), "ms": "it is made of the lite form"}
+    except lite.LiteError as error:
+        return {"ms": str(error)}
     finally:
         source.unlink()
     return {}

@@ -13,7 +13,7 @@ import numpy as np
 
 from msrl_accel.errors import MsrlError, PolicyError
 from msrl_accel.runtime.base import ActResult, check_inputs
-from msrl_accel.runtime.lite_engine import Engine, TensorType, open_engine
+from msrl_accel.runtime.lite_engine import Engine, TensorType, is_ms, open_engine
 from msrl_accel.runtime.lite_setup import LiteError, available, installed_version, setup
 from msrl_accel.runtime.lite_worker import ChildEngine
 from msrl_accel.runtime.model_weights import first_output, replace_weights
@@ -36,13 +36,13 @@ def mindir_level(writer: str) -> int | None:
 
 
 class LiteRuntime:
-    """Runs a MindIR model file on MindSpore Lite, on the CPU.
+    """Runs a MindIR or .ms model file on MindSpore Lite, on the CPU.
 
     The engine is in this process, or in a child process where MindSpore is loaded too: they cannot
     share one. A batch of another size than the last costs a resize (under a millisecond).
 
     Args:
-        model: a file that `msrl_accel.export.lite.write_lite_mindir` wrote.
+        model: a file that `write_lite_mindir` (MindIR) or `convert_to_ms` (.ms) wrote.
         spec: the policy's tensors.
         version: of the weights in the file.
         threads: of the engine; 1 is fastest for small networks.
@@ -81,7 +81,13 @@ class LiteRuntime:
         self._check_signature(engine.inputs)
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Rebuild the model with other weights, in about 0.1 s; on an error the old ones stay."""
+        """Rebuild the model with other weights, in about 0.1 s; on an error the old ones stay.
+
+        Raises:
+            PolicyError: the weights are of another policy, or the model is a .ms file.
+        """
+        if is_ms(self._model):
+            raise PolicyError("the weights of a .ms file are fixed: export another")
         model = replace_weights(self._model, arrays)
         with self._lock:
             self._open_engine().load(model)
@@ -100,9 +106,10 @@ class LiteRuntime:
     def action(self, observations: Observations, noise: np.ndarray) -> np.ndarray:
         """`act(...).action` alone, without computing the other outputs: two thirds of the time.
 
-        In a child process everything is computed: the way there takes longer than the rest.
+        In a child process everything is computed: the way there takes longer than the rest. So it
+        is for a .ms file, whose outputs are fixed.
         """
-        if self.isolated:
+        if self.isolated or is_ms(self._model):
             return self.act(observations, noise).action
         inputs = self._inputs(observations, noise)
         with self._lock:

@@ -28,6 +28,8 @@ TensorType = tuple[tuple[int, ...], np.dtype[Any]]
 # mindspore::DataType of the engine's C++ interface
 _DTYPES = {30: "bool", 34: "int32", 35: "int64", 37: "uint8", 43: "float32"}
 _MAX_RANK = 8
+_MINDIR, _MS = 0, 4
+"""mindspore::ModelType of the two kinds of files."""
 
 
 class Engine(Protocol):
@@ -44,8 +46,13 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+def is_ms(model: bytes) -> bool:
+    """Whether a model is a .ms file, which `convert_to_ms` writes; MindIR otherwise."""
+    return model[4:8] == b"MSL2"
+
+
 def open_engine(model: bytes, threads: int = 1) -> Engine:
-    """Load a MindIR model with the MindSpore Lite that is there.
+    """Load a MindIR or .ms model with the MindSpore Lite that is there.
 
     Raises:
         LiteError: there is none, or it refuses the model; the message carries its own words.
@@ -62,14 +69,15 @@ class NativeEngine:
     inputs: Sequence[TensorType]
 
     def __init__(self, model: bytes, library: Path, threads: int = 1) -> None:
-        self._library = _load_library(library)
+        self._library = load_library(library)
         self._threads = threads
         self._release: Callable[[], object] = lambda: None
         self.load(model)
 
     def load(self, model: bytes) -> None:
+        kind = _MS if is_ms(model) else _MINDIR
         with engine_log() as log:
-            handle = self._library.lite_open(model, len(model), self._threads)
+            handle = self._library.lite_open(model, len(model), kind, self._threads)
         if not handle:
             raise LiteError(f"MindSpore Lite cannot load the model: {engine_message(log)}")
         self._release()
@@ -155,11 +163,13 @@ class PackageEngine:
         context.cpu.thread_num = self._threads
         loaded = mindspore_lite.Model()
         failure = None
-        with tempfile.NamedTemporaryFile(suffix=".mindir") as file, engine_log() as log:
+        types = mindspore_lite.ModelType
+        kind, suffix = (types.MINDIR_LITE, ".ms") if is_ms(model) else (types.MINDIR, ".mindir")
+        with tempfile.NamedTemporaryFile(suffix=suffix) as file, engine_log() as log:
             file.write(model)
             file.flush()
             try:
-                loaded.build_from_file(file.name, mindspore_lite.ModelType.MINDIR, context)
+                loaded.build_from_file(file.name, kind, context)
             except RuntimeError as error:
                 failure = error
         if failure is not None:
@@ -212,14 +222,14 @@ def engine_message(log: Sequence[str]) -> str:
     return "; ".join(messages[:4]) or "it gave no reason"
 
 
-def _load_library(path: Path) -> Any:
+def load_library(path: Path) -> Any:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LiteError(f"MindSpore Lite cannot be loaded: {error}") from error
     handle, number = ctypes.c_void_p, ctypes.c_int
     signatures = {
-        "lite_open": (handle, [ctypes.c_char_p, ctypes.c_size_t, number]),
+        "lite_open": (handle, [ctypes.c_char_p, ctypes.c_size_t, number, number]),
         "lite_close": (None, [handle]),
         "lite_resize": (ctypes.c_int64, [handle, handle, handle]),
         "lite_bind": (None, [handle, number, number, handle, handle]),
@@ -227,6 +237,7 @@ def _load_library(path: Path) -> Any:
         "lite_read": (ctypes.c_int64, [handle]),
         "lite_count": (number, [handle, number]),
         "lite_describe": (number, [handle, number, number, handle, number, handle]),
+        "lite_convert": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_char_p]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

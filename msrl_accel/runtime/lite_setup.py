@@ -27,7 +27,7 @@ WHEEL_SHA256 = "199cd0605cc985b88eddb273db9dfe9000a585ba10ca2292b6b36ebfff07b3ec
 SHIM_SOURCE = Path(__file__).with_name("lite_shim.cc")
 SETUP_COMMAND = "python -m msrl_accel.runtime.lite setup"
 
-# Of the wheel's half gigabyte, what inference on CPU loads.
+# Of the wheel's half gigabyte, what inference on CPU loads; the shim calls the first two.
 LIBRARIES = (
     "libmindspore-extendrt_python.so",
     "libmindspore_converter.so",
@@ -192,8 +192,8 @@ def _compile_shim(root: Path, target: Path) -> None:
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-D_GLIBCXX_USE_CXX11_ABI=0"]
     flags += [f"-I{root}", f"-I{root / 'include'}", f"-L{root / 'lib'}"]
-    linking = [f"-l:{LIBRARIES[0]}", "-Wl,--allow-shlib-undefined", "-Wl,--disable-new-dtags"]
-    linking += ["-Wl,-rpath,$ORIGIN/lib"]
+    linking = [f"-l:{name}" for name in LIBRARIES[:2]]
+    linking += ["-Wl,--allow-shlib-undefined", "-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN/lib"]
     command = [str(_compiler()), *flags, str(SHIM_SOURCE), "-o", str(temporary), *linking]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:

@@ -10,6 +10,26 @@
 
 #include "include/api/context.h"
 #include "include/api/model.h"
+#include "include/registry/converter_context.h"
+
+namespace mindspore {
+
+// The wheel holds the converter without its header; these are the parts of the public class
+// (mindspore/lite/include/converter.h of release 2.0) that are used here.
+struct ConverterPara;
+class Converter {
+ public:
+  Converter();
+  void SetSaveType(ModelType type);
+  void SetInputFormat(Format format);
+  Status Convert(converter::FmkType from, const std::vector<char> &model,
+                 const std::vector<char> &output, const std::vector<char> &weights);
+
+ private:
+  std::shared_ptr<ConverterPara> data_;
+};
+
+}  // namespace mindspore
 
 namespace {
 
@@ -58,8 +78,8 @@ struct Engine {
 
 extern "C" {
 
-// The engine of a MindIR model held in memory, or null.
-Engine *lite_open(const void *data, size_t size, int threads) {
+// The engine of a model held in memory, or null. `type` is a mindspore::ModelType.
+Engine *lite_open(const void *data, size_t size, int type, int threads) {
   auto engine = std::make_unique<Engine>();
   if (threads == 1) engine->core = sched_getcpu();
   engine->context->SetThreadNum(threads);
@@ -67,7 +87,8 @@ Engine *lite_open(const void *data, size_t size, int threads) {
   OnOneCore pinned(engine->core);
   if (engine->core != kAnyCore) engine->context->SetThreadAffinity(std::vector<int>{engine->core});
   engine->context->MutableDeviceInfo().push_back(std::make_shared<mindspore::CPUDeviceInfo>());
-  auto status = engine->model.Build(data, size, mindspore::kMindIR, engine->context);
+  auto kind = static_cast<mindspore::ModelType>(type);
+  auto status = engine->model.Build(data, size, kind, engine->context);
   if (status != mindspore::kSuccess) return nullptr;
   engine->inputs = engine->model.GetInputs();
   return engine.release();
@@ -135,6 +156,16 @@ int lite_describe(Engine *engine, int output, int index, int64_t *dims, int capa
   *rank = static_cast<int>(shape.size());
   for (int i = 0; i < *rank && i < capacity; i++) dims[i] = shape[i];
   return static_cast<int>(tensor.DataType());
+}
+
+// Converts a MindIR file to `target`.ms.
+int64_t lite_convert(const char *source, const char *target) {
+  auto chars = [](const char *text) { return std::vector<char>(text, text + std::strlen(text)); };
+  mindspore::Converter converter;
+  converter.SetSaveType(mindspore::kMindIR_Lite);
+  converter.SetInputFormat(mindspore::NCHW);  // which leaves images as the graph takes them
+  auto from = mindspore::converter::kFmkTypeMs;
+  return converter.Convert(from, chars(source), chars(target), {}).StatusCode();
 }
 
 }  // extern "C"

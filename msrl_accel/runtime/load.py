@@ -10,11 +10,13 @@ from typing import Union
 
 from msrl_accel.acting import ActingPolicy
 from msrl_accel.errors import BundleError, PolicyError
-from msrl_accel.export.bundle import Bundle, PathLike
+from msrl_accel.export.bundle import Bundle
+from msrl_accel.files import PathLike
 from msrl_accel.runtime.base import PolicyRuntime
 
-BACKENDS = ("graph", "mindir", "lite", "onnx", "om")
-"""Engines by name: the training Cell, MindSpore on MindIR, MindSpore Lite, ONNX Runtime, Ascend."""
+BACKENDS = ("graph", "mindir", "lite", "ms", "onnx", "om")
+"""By name: the training Cell, MindSpore on MindIR, MindSpore Lite on MindIR, MindSpore Lite on its
+own file, ONNX Runtime, Ascend."""
 AUTO_ORDER = ("onnx", "lite", "om", "mindir")
 """What "auto" tries, fastest on a CPU first."""
 
@@ -142,10 +144,14 @@ def _open_mindir(bundle: Bundle) -> PolicyRuntime:
     return MindirRuntime(_model(bundle, "mindir"), bundle.spec, bundle.version)
 
 
-def _open_lite(bundle: Bundle) -> PolicyRuntime:
+def _open_lite(bundle: Bundle, form: str = "lite") -> PolicyRuntime:
     from msrl_accel.runtime.lite import LiteRuntime
 
-    return LiteRuntime(_model(bundle, "lite"), bundle.spec, bundle.version)
+    return LiteRuntime(_model(bundle, form), bundle.spec, bundle.version)
+
+
+def _open_ms(bundle: Bundle) -> PolicyRuntime:
+    return _open_lite(bundle, "ms")
 
 
 def _open_onnx(bundle: Bundle) -> PolicyRuntime:
@@ -171,6 +177,7 @@ _ENGINES: Mapping[str, Callable[[], Availability]] = {
     "graph": _mindspore,
     "mindir": _mindspore,
     "lite": _lite,
+    "ms": _lite,
     "onnx": _onnx,
     "om": _om,
 }
@@ -178,6 +185,7 @@ _OPENERS: Mapping[str, Callable[[Bundle], PolicyRuntime]] = {
     "graph": _open_graph,
     "mindir": _open_mindir,
     "lite": _open_lite,
+    "ms": _open_ms,
     "onnx": _open_onnx,
     "om": _open_om,
 }

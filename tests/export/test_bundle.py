@@ -207,19 +207,51 @@ def test_a_failure_keeps_the_bundle_that_was_there(folder):
     assert Bundle.open(folder).passed
 
 
-def test_a_killed_export_leaves_no_bundle(tmp_path):
-    code = (
-        "import os, sys; from pathlib import Path; from msrl_accel.export.bundle import staged\n"
-        "with staged(Path(sys.argv[1]), force=False) as staging:\n"
-        "    (staging / 'policy.onnx').write_text('x'); os.kill(os.getpid(), 9)\n"
-    )
-    target = tmp_path / "bundle"
-    done = subprocess.run([sys.executable, "-c", code, str(target)])
-    assert done.returncode == -signal.SIGKILL
-    assert not target.exists()
+STAGE = """
+import sys
+from pathlib import Path
+from msrl_accel.export.bundle import staged
+with staged(Path(sys.argv[1]), force=True) as staging:
+    (staging / 'policy.onnx').write_text('x')
+    print('staged', flush=True)
+    sys.stdin.read()
+"""
+
+
+def hidden(folder):
+    return sorted(name for name in os.listdir(folder) if name.startswith("."))
+
+
+def test_what_a_killed_export_leaves_is_removed_by_the_next_one(tmp_path):
+    target, others = tmp_path / "bundle", [".bundle.notes.tmp", ".other.0123abcd.tmp"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-c", STAGE, str(target)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as export:
+        assert export.stdout.readline() == "staged\n"
+        with staged(target, force=True) as staging:
+            (staging / "first").write_text("x")
+        assert len(hidden(tmp_path)) == 3  # one that is at work is left alone
+        export.kill()
+    assert export.returncode == -signal.SIGKILL
+    assert os.listdir(target) == ["first"]
+    shutil.rmtree(target)
     with staged(target, force=False) as staging:
-        (staging / "a").write_text("x")
-    assert (target / "a").exists()
+        (staging / "second").write_text("x")
+    assert os.listdir(target) == ["second"]
+    assert hidden(tmp_path) == others
+
+
+def test_a_bundle_that_a_killed_export_had_moved_aside_is_put_back(folder):
+    aside = folder.with_name(f".{folder.name}.0123abcd.old")
+    os.rename(folder, aside)
+    aside.with_suffix(".tmp").mkdir()
+    with pytest.raises(ExportError, match="--force"), staged(folder, force=False):
+        pass
+    assert Bundle.open(folder).passed
+    assert hidden(folder.parent) == []
 
 
 def test_only_a_bundle_is_replaced_and_only_by_force(folder, tmp_path):

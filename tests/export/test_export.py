@@ -11,12 +11,13 @@ from bundle_helpers import KINDS, make_policy, outputs, random_inputs, shared_bu
 from run_helpers import tiny
 
 from msrl_accel import train
-from msrl_accel.errors import ConfigError, ExportError
+from msrl_accel.errors import BundleError, ConfigError, ExportError
 from msrl_accel.export import cli
 from msrl_accel.export import write as write_module
 from msrl_accel.export.bundle import MANIFEST, Bundle
 from msrl_accel.export.cli import export_run
 from msrl_accel.export.write import GateError
+from msrl_accel.runtime import lite, lite_converter
 from msrl_accel.runtime.load import open_runtime
 
 DISCRETE = ("discrete", "multi_discrete", "multi_binary", "image")
@@ -47,11 +48,29 @@ def test_every_form_acts_as_the_training_graph_at_every_batch(graph_mode, kind):
 
 
 @pytest.mark.parametrize("kind", DISCRETE)
-def test_the_lite_form_is_written(graph_mode, kind):
+def test_both_lite_forms_are_written(graph_mode, kind):
     bundle = Bundle.open(shared_bundle(kind))
-    result = bundle.manifest["parity"]["results"]["lite"]
+    results = bundle.manifest["parity"]["results"]
     assert bundle.file("lite") is not None
-    assert result["passed"] or "not installed" in result["reason"]
+    if lite.available()[0]:
+        assert results["lite"]["passed"] and results["ms"]["passed"]
+        assert bundle.file("ms").name == "policy.ms"
+    else:
+        assert "not installed" in results["lite"]["reason"]
+        assert "not installed" in bundle.manifest["notes"]["ms"]
+
+
+def test_the_ms_form_can_be_left_out(graph_mode, tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise lite.LiteError("MindSpore Lite cannot convert it: no such operator")
+
+    monkeypatch.setattr(lite_converter, "convert_to_ms", refuse)
+    write(make_policy("discrete"), tmp_path / "bundle", formats=("lite",))
+    bundle = Bundle.open(tmp_path / "bundle")
+    assert bundle.file("ms") is None and bundle.file("lite") is not None
+    assert "no such operator" in bundle.manifest["notes"]["ms"]
+    with pytest.raises(BundleError, match=r"no ms file .*no such operator"):
+        open_runtime(bundle, "ms")
 
 
 def test_saturated_units_agree(graph_mode, tmp_path):

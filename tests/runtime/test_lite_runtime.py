@@ -18,6 +18,7 @@ from lite_helpers import POLICIES, export_policy, needs_lite, trained_arrays
 from msrl_accel.errors import PolicyError
 from msrl_accel.runtime import lite, lite_setup
 from msrl_accel.runtime.lite import LiteError, LiteRuntime
+from msrl_accel.runtime.lite_converter import _convert, convert_to_ms
 from msrl_accel.runtime.lite_engine import open_engine
 from msrl_accel.runtime.model_weights import first_output, replace_weights
 
@@ -110,6 +111,33 @@ print(json.dumps(act.tolist()))
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(json.loads(result.stdout), box_policy.expected[0][:3], atol=1e-5)
+
+
+@needs_lite
+@pytest.mark.parametrize("kind", ["box", "channels_first", "image_and_vector"])
+def test_the_ms_form_acts_as_the_training_graph(kind, graph_mode, tmp_path):
+    exported = export_policy(kind, tmp_path)
+    convert_to_ms(exported.model, tmp_path / "policy.ms")
+    runtime = LiteRuntime(tmp_path / "policy.ms", exported.spec)
+    for n in BATCHES:
+        result = runtime.act(*exported.rows(n))
+        assert_same_outputs(result, first_rows(exported.expected, n), exported.spec)
+        np.testing.assert_array_equal(runtime.action(*exported.rows(n)), result.action)
+    with pytest.raises(PolicyError, match="fixed"):
+        runtime.load_weights(1, exported.policy.arrays())
+    runtime.close()
+    truncated = (tmp_path / "policy.ms").read_bytes()[:5000]
+    (tmp_path / "policy.ms").write_bytes(truncated)
+    with pytest.raises(LiteError, match=r"cannot load the model: \w+"):
+        LiteRuntime(tmp_path / "policy.ms", exported.spec)
+
+
+@needs_lite
+def test_what_cannot_be_converted_is_refused_with_the_words_of_the_engine(tmp_path):
+    (tmp_path / "source.mindir").write_bytes(b"no model")
+    with pytest.raises(LiteError, match=r"cannot convert .*source\.mindir.*(?i:fail|parse|valid)"):
+        convert_to_ms(tmp_path / "source.mindir", tmp_path / "policy.ms")
+    assert os.listdir(tmp_path) == ["source.mindir"]
 
 
 @needs_lite
@@ -291,7 +319,9 @@ def package(monkeypatch):
     """A stand-in for the vendor's Python package: checks its arguments and reuses its memory."""
     module = types.ModuleType("mindspore_lite")
     module.__spec__ = importlib.machinery.ModuleSpec("mindspore_lite", None)
-    module.ModelType = types.SimpleNamespace(MINDIR="MINDIR")
+    module.ModelType = types.SimpleNamespace(MINDIR="MINDIR", MINDIR_LITE="MINDIR_LITE")
+    module.FmkType = types.SimpleNamespace(MINDIR="MINDIR")
+    module.Format = types.SimpleNamespace(NCHW="NCHW")
     module.Context = lambda: types.SimpleNamespace(target=None, cpu=types.SimpleNamespace())
 
     class Tensor:
@@ -314,11 +344,11 @@ def package(monkeypatch):
         memory = np.zeros((8, 2), np.float32)
 
         def build_from_file(self, path, kind, context):
-            assert kind == "MINDIR"
+            assert (kind, path.rpartition(".")[2]) in (("MINDIR", "mindir"), ("MINDIR_LITE", "ms"))
             assert context.target == ["cpu"]
             assert context.cpu.thread_num == 1
             with open(path, "rb") as file:
-                if file.read() != b"model":
+                if file.read() != (b"model" if kind == "MINDIR" else b"sizeMSL2"):
                     raise RuntimeError("build_from_file failed! Error is Common error code.")
             self.inputs = [Tensor([2, 2])]
 
@@ -337,7 +367,20 @@ def package(monkeypatch):
             np.multiply(x, 2, out=output.data)
             return [output]
 
-    module.Model = Model
+    class Converter:
+        save_type = input_format = None
+
+        def convert(self, fmk_type, model_file, output_file, weight_file="", config_file=""):
+            assert (fmk_type, self.save_type, self.input_format) == (
+                "MINDIR",
+                "MINDIR_LITE",
+                "NCHW",
+            )
+            assert os.path.exists(model_file)
+            with open(f"{output_file}.ms", "xb") as file:
+                file.write(b"sizeMSL2")
+
+    module.Model, module.Converter = Model, Converter
     monkeypatch.setitem(sys.modules, "mindspore_lite", module)
     return module
 
@@ -359,6 +402,14 @@ def test_an_importable_package_is_used_as_its_documentation_says(package):
     np.testing.assert_array_equal(engine.run([x])[0], 2 * x)
 
 
+def test_an_importable_package_converts_and_loads_ms_files(package, tmp_path):
+    (tmp_path / "source.mindir").write_bytes(b"model")
+    assert _convert(str(tmp_path / "source.mindir"), str(tmp_path / "policy")) == 0
+    engine = open_engine((tmp_path / "policy.ms").read_bytes())
+    x = np.ones((2, 2), np.float32)
+    np.testing.assert_array_equal(engine.run([x])[0], 2 * x)
+
+
 @pytest.fixture
 def no_lite(monkeypatch, tmp_path):
     """A machine that could run Lite but has none."""
@@ -375,6 +426,8 @@ def test_a_missing_lite_is_reported_with_the_command_that_adds_it(no_lite, tmp_p
     assert "python -m msrl_accel.runtime.lite setup" in message
     with pytest.raises(LiteError, match=r"runtime\.lite setup"):
         LiteRuntime(tmp_path / "any.mindir", None)
+    with pytest.raises(LiteError, match=r"runtime\.lite setup"):
+        convert_to_ms(tmp_path / "any.mindir", tmp_path / "any.ms")
     assert lite.main(["status"]) == 1
     assert "setup" in capsys.readouterr().out
 

@@ -120,7 +120,7 @@ def test_a_form_that_was_not_exported_is_one_clear_error(graph_mode, tmp_path):
 
 
 def test_an_unknown_backend_lists_those_there_are(graph_mode):
-    with pytest.raises(PolicyError, match="auto or one of graph, mindir, lite, onnx, om"):
+    with pytest.raises(PolicyError, match="auto or one of graph, mindir, lite, ms, onnx, om"):
         load_policy(shared_bundle(), "tensorrt")
 
 
