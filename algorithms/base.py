@@ -56,13 +56,22 @@ class OnPolicyAlgorithm(Algorithm):
 
     @abstractmethod
     def update(
-        self, trajectories: Trajectories, progress: float, rng: np.random.Generator
+        self,
+        trajectories: Trajectories,
+        progress: float,
+        rng: np.random.Generator,
+        *,
+        sample_weights: np.ndarray | None = None,
+        learning_rate_scale: float = 1.0,
     ) -> dict[str, float]:
         """Train on one batch of trajectories.
 
         Args:
             progress: share of the run's steps done before this batch, 0 to 1, for schedules.
             rng: source of shuffling.
+            sample_weights: what each step counts, [T, N]; None: all the same. Steps of weight 0
+                are left out; one step at least must be left.
+            learning_rate_scale: factor on the scheduled learning rate.
 
         Returns:
             Metrics of the update.

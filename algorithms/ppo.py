@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from msrl_accel.algorithms.base import OnPolicyAlgorithm
+from msrl_accel.algorithms.on_policy import (
+    MinibatchGraph,
+    MinibatchUpdate,
+    PolicyEvaluator,
+    explained_variance,
+)
 from msrl_accel.config import Field, Section, TrainConfig
-from msrl_accel.learner import FlatAdam, GradientWatch, adam_step_sizes, schedule
+from msrl_accel.learner import schedule
 from msrl_accel.minibatches import Minibatches, make_minibatches, n_minibatches, standardize
-from msrl_accel.networks import Weights, set_parameter
-from msrl_accel.policy import Policy
 from msrl_accel.spaces import PolicySpec
-from msrl_accel.trajectories import Trajectories, gae
+from msrl_accel.trajectories import Trajectories, gae, vtrace
 
 
 class PPOConfig(Section):
@@ -55,6 +60,13 @@ class PPOConfig(Section):
     """Standardise advantages within each minibatch."""
     target_kl: float | None = Field(None, gt=0)
     """Stop an update once a minibatch's KL estimate exceeds 1.5 times this; null never does."""
+    objective: str = Field("clipped", choices=("clipped", "decoupled", "vtrace"))
+    """How steps of older policies are corrected for: not at all; by importance weights around the
+    policy at the start of the update; by V-trace."""
+    importance_cap: float = Field(5.0, ge=1)
+    """Largest importance weight of the decoupled objective."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of a penalty on the KL from the policy that the ratio is taken to."""
 
 
 class LossInputs(NamedTuple):
@@ -80,11 +92,12 @@ def surrogate_limit(advantage: np.ndarray, clip_range: float) -> np.ndarray:
     return limit.astype(advantage.dtype)
 
 
-def ppo_loss(log_prob, entropy, value, inputs, value_clip, ent_coef, vf_coef):  # type: ignore[no-untyped-def]
-    """Scalar loss: mean of  -min(r A, clip(r, 1 - c, 1 + c) A) + vf (V - R)^2 - ent H.
+def ppo_loss(log_prob, entropy, value, inputs, value_clip, ent_coef, vf_coef, kl_coef):  # type: ignore[no-untyped-def]
+    """Scalar loss: mean of  -min(r A, clip(r, 1 - c, 1 + c) A) + vf (V - R)^2 - ent H + kl K.
 
     r = exp(log_prob - old_log_prob). With a value clip, the squared error is the larger of the
-    plain one and that of V_old + clip(V - V_old).
+    plain one and that of V_old + clip(V - V_old). K = r - 1 - log r estimates KL(pi_old, pi) on
+    actions of pi_old (Schulman 2020), with an unbiased gradient.
     """
     old_log_prob, old_value, advantage, limit, value_target, weight = inputs
     ratio = ops.exp(log_prob - old_log_prob)
@@ -93,7 +106,10 @@ def ppo_loss(log_prob, entropy, value, inputs, value_clip, ent_coef, vf_coef):  
     if value_clip is not None:
         change = ops.minimum(ops.maximum(value - old_value, -value_clip), value_clip)
         value_loss = ops.maximum(value_loss, ops.square(old_value + change - value_target))
-    return ((policy_loss + vf_coef * value_loss - ent_coef * entropy) * weight).sum()
+    loss = policy_loss + vf_coef * value_loss - ent_coef * entropy
+    if kl_coef:
+        loss = loss + kl_coef * (ratio - 1.0 - (log_prob - old_log_prob))
+    return (loss * weight).sum()
 
 
 class PPOLoss(nn.Cell):
@@ -102,23 +118,37 @@ class PPOLoss(nn.Cell):
     The loss is the root of what is differentiated: its own incoming gradient is 1.
     """
 
+    n_inputs = len(LossInputs._fields)
+
     def __init__(self, config: PPOConfig) -> None:
         super().__init__()
         self.value_clip = config.value_clip_range
         self.ent_coef = config.ent_coef
         self.vf_coef = config.vf_coef
+        self.kl_coef = config.kl_coef
 
     def construct(self, log_prob, entropy, value, inputs):  # type: ignore[no-untyped-def]
         return ppo_loss(
-            log_prob, entropy, value, inputs, self.value_clip, self.ent_coef, self.vf_coef
+            log_prob,
+            entropy,
+            value,
+            inputs,
+            self.value_clip,
+            self.ent_coef,
+            self.vf_coef,
+            self.kl_coef,
         )
 
     def bprop(self, log_prob, entropy, value, inputs, out, dout):  # type: ignore[no-untyped-def]
         old_log_prob, old_value, advantage, limit, value_target, weight = inputs
-        surrogate = ops.exp(log_prob - old_log_prob) * advantage
+        ratio = ops.exp(log_prob - old_log_prob)
+        surrogate = ratio * advantage
         zero = ops.zeros_like(weight)
         # The gradient flows only where the plain term is the smaller.
-        d_log_prob = ops.select(surrogate <= limit, -surrogate, zero) * weight
+        d_log_prob = ops.select(surrogate <= limit, -surrogate, zero)
+        if self.kl_coef:
+            d_log_prob = d_log_prob + self.kl_coef * (ratio - 1.0)
+        d_log_prob = d_log_prob * weight
         error = value - value_target
         if self.value_clip is not None:
             difference = value - old_value
@@ -134,74 +164,19 @@ class PPOLoss(nn.Cell):
         return d_log_prob, d_entropy, d_value, (zero, zero, zero, zero, zero, zero)
 
 
-class PPOUpdate(nn.Cell):
-    """All epochs and minibatches of one iteration, in one graph.
+def importance_weights(
+    proximal_log_prob: np.ndarray, behaviour_log_prob: np.ndarray, cap: float
+) -> np.ndarray:
+    """min(pi_prox / mu, cap): what a step of policy mu counts in the update of pi_prox.
 
-    construct(raw_actions, rows [I, B], scalars [I, 6, B], step_sizes [I], epsilons [I], count,
-    *observations) returns the number of minibatches run; what each saw is in `records`
-    [I, 3, B] (log-probability, entropy, value) and `norms` [I] (of gradients). The observations are
-    arguments of their own because a tuple of tensors would compile anew at every call.
+    With it the decoupled objective (Hilton et al. 2022, arXiv:2110.00641, eq. 3; Fu et al. 2025,
+    arXiv:2505.24298) is  (pi_prox / mu) min(r A, clip(r, 1 - c, 1 + c) A)  with r = pi / pi_prox.
+    A weight w >= 0 may go into the minimum, so that is `ppo_loss` with A w for A and pi_prox for
+    pi_old.
     """
-
-    def __init__(self, policy: Policy, config: PPOConfig, capacity: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.policy = policy
-        self.loss = PPOLoss(config)
-        self.optimizer = FlatAdam(policy.weights, config.max_grad_norm)
-        self.grad = ops.value_and_grad(self.forward, 0, None, has_aux=True)
-        batch = config.batch_size
-        self.records = Parameter(
-            Tensor(np.zeros((capacity, 3, batch), np.float32)), "records", requires_grad=False
-        )
-        self.norms = Parameter(Tensor(np.zeros(capacity, np.float32)), "norms", requires_grad=False)
-        self.batch = batch
-        self.kl_limit = None if config.target_kl is None else 1.5 * config.target_kl
-        self.write = ops.ScatterUpdate()
-        self.take = ops.Gather()
-        self.split_scalars = ops.Split(0, len(LossInputs._fields))
-
-    def forward(self, weights, observations, raw_action, inputs):  # type: ignore[no-untyped-def]
-        log_prob, entropy, value = self.policy.evaluate(weights, observations, raw_action)
-        if not self.loss.ent_coef:
-            entropy = ops.stop_gradient(entropy)  # reported only: no operators for its gradient
-        loss = self.loss(log_prob, entropy, value, inputs)
-        return loss, ops.stack((log_prob, entropy, value), 0)
-
-    def minibatch(self, observations, raw_actions, rows, scalars):  # type: ignore[no-untyped-def]
-        """Gradients of one minibatch, its loss inputs and [3, B] record."""
-        inputs: Weights = ()
-        for row in self.split_scalars(scalars):
-            inputs = (*inputs, row.reshape((self.batch,)))
-        picked: Weights = ()
-        for observation in observations:
-            picked = (*picked, self.take(observation, rows, 0))
-        raw_action = self.take(raw_actions, rows, 0)
-        (_, record), gradients = self.grad(self.optimizer.split(), picked, raw_action, inputs)
-        return gradients, inputs, record
-
-    def construct(  # type: ignore[no-untyped-def]
-        self, raw_actions, rows, scalars, step_sizes, epsilons, count, *observations
-    ):
-        self.optimizer.gather()
-        i = Tensor(0, mstype.int32)
-        kl = Tensor(0.0, mstype.float32)
-        while i < count:
-            gradients, inputs, record = self.minibatch(
-                observations,
-                raw_actions,
-                self.take(rows, i, 0),
-                self.take(scalars, i, 0),
-            )
-            norm = self.optimizer(gradients, self.take(step_sizes, i, 0), self.take(epsilons, i, 0))
-            self.write(self.records, i, record)
-            self.write(self.norms, i, norm)
-            i = i + 1
-            if self.kl_limit is not None:
-                log_ratio = record[0] - inputs[0]
-                kl = ((ops.exp(log_ratio) - 1.0 - log_ratio) * inputs[-1]).sum()
-                count = ops.select(kl > self.kl_limit, i, count)
-        self.optimizer.scatter()
-        return i
+    log_ratio = np.minimum(proximal_log_prob - behaviour_log_prob, np.log(cap))
+    weights: np.ndarray = np.exp(log_ratio).astype(np.float32)
+    return weights
 
 
 class PPO(OnPolicyAlgorithm):
@@ -211,24 +186,83 @@ class PPO(OnPolicyAlgorithm):
 
     def __init__(self, config: TrainConfig, spec: PolicySpec) -> None:
         assert isinstance(config.algorithm, PPOConfig)
-        self.config: PPOConfig = config.algorithm
-        self.n_steps = self.config.n_steps
-        self.policy = self.build_policy(config, spec)
+        c = config.algorithm
+        self.n_steps = c.n_steps
         n_rows = self.n_steps * config.n_envs
         # A minibatch larger than the whole batch would only add padding.
-        self.config = self.config.replace(batch_size=min(self.config.batch_size, n_rows))
-        capacity = n_minibatches(n_rows, self.config.batch_size, self.config.n_epochs)
-        self.graph = PPOUpdate(self.policy, self.config, capacity)
-        self.watch = GradientWatch(self.config.max_grad_norm, self.config.gradient_alarm)
-        self.adam_steps = 0
+        self.config = c = c.replace(batch_size=min(c.batch_size, n_rows))
+        self.policy = self.build_policy(config, spec)
+        graph = MinibatchGraph(
+            self.policy,
+            PPOLoss(c),
+            c.batch_size,
+            n_minibatches(n_rows, c.batch_size, c.n_epochs),
+            c.max_grad_norm,
+            None if c.target_kl is None else 1.5 * c.target_kl,
+        )
+        self.minibatches = MinibatchUpdate(graph, c.adam_epsilon, c.gradient_alarm)
+        self.evaluate = PolicyEvaluator(self.policy)
 
     def update(
-        self, trajectories: Trajectories, progress: float, rng: np.random.Generator
+        self,
+        trajectories: Trajectories,
+        progress: float,
+        rng: np.random.Generator,
+        *,
+        sample_weights: np.ndarray | None = None,
+        learning_rate_scale: float = 1.0,
     ) -> dict[str, float]:
-        c, t = self.config, trajectories
+        c = self.config
         learning_rate = schedule(c.learning_rate_schedule, c.learning_rate, progress)
+        learning_rate *= learning_rate_scale
         clip_range = schedule(c.clip_range_schedule, c.clip_range, progress)
-        advantages = gae(
+        t, advantages, importance, metrics = self._estimate(trajectories)
+        row_weights = None if sample_weights is None else sample_weights.reshape(-1)
+        batches = make_minibatches(rng, t.valid.reshape(-1), c.batch_size, c.n_epochs, row_weights)
+        inputs = self._loss_inputs(t, advantages, importance, batches, clip_range)
+        records, updated = self.minibatches.run(t, batches, inputs, learning_rate)
+        seen = LossInputs(*(x[: len(records)] for x in inputs))
+        return {
+            "learning_rate": learning_rate,
+            "clip_range": clip_range,
+            **ppo_metrics(records, seen, clip_range),
+            **metrics,
+            "explained_variance": explained_variance(t, advantages),
+            **updated,
+        }
+
+    def _estimate(
+        self, t: Trajectories
+    ) -> tuple[Trajectories, np.ndarray, np.ndarray | None, dict[str, float]]:
+        """Trajectories with the log-probabilities and values the update starts from; advantages
+        [T * N]; importance weights [T * N], or None where there are none; metrics of these.
+        """
+        c = self.config
+        if c.objective == "clipped":
+            return t, self._gae(t).reshape(-1), None, {}
+        behaviour = t.log_probs
+        log_probs, values = self.evaluate(t)
+        t = replace(t.with_values(values), log_probs=log_probs)
+        metrics = behaviour_metrics(log_probs - behaviour, t.valid)
+        if c.objective == "vtrace":
+            corrections, _ = vtrace(
+                t.rewards,
+                t.values,
+                t.next_values,
+                log_probs - behaviour,
+                t.terminated,
+                t.truncated,
+                t.valid,
+                c.gamma,
+                trace_lambda=c.gae_lambda,
+            )
+            return t, corrections.reshape(-1), None, metrics
+        importance = importance_weights(log_probs, behaviour, c.importance_cap)
+        return t, self._gae(t).reshape(-1), importance.reshape(-1), metrics
+
+    def _gae(self, t: Trajectories) -> np.ndarray:
+        c = self.config
+        return gae(
             t.rewards,
             t.values,
             t.next_values,
@@ -236,43 +270,23 @@ class PPO(OnPolicyAlgorithm):
             t.truncated,
             c.gamma,
             c.gae_lambda,
-        ).reshape(-1)
-        batches = make_minibatches(rng, t.valid.reshape(-1), c.batch_size, c.n_epochs)
-        inputs = self._loss_inputs(t, advantages, batches, clip_range)
-        step_sizes, epsilons = adam_step_sizes(
-            learning_rate, c.adam_epsilon, self.adam_steps, len(batches.rows)
         )
-        done = self.graph(
-            Tensor.from_numpy(_rows(t.raw_actions)),
-            Tensor.from_numpy(batches.rows),
-            Tensor.from_numpy(np.stack(inputs, axis=1)),
-            Tensor.from_numpy(step_sizes),
-            Tensor.from_numpy(epsilons),
-            Tensor(batches.count, mstype.int32),
-            *(Tensor.from_numpy(_rows(x)) for x in t.observations),
-        )
-        n = int(done.asnumpy())
-        self.adam_steps += n
-        records = self.graph.records.asnumpy()[:n]
-        norms = self.graph.norms.asnumpy()[:n]
-        return {
-            "learning_rate": learning_rate,
-            "clip_range": clip_range,
-            **ppo_metrics(records, LossInputs(*(x[:n] for x in inputs)), clip_range),
-            "explained_variance": explained_variance(t, advantages),
-            "updates": float(self.adam_steps),
-            "early_stop": float(n < batches.count),
-            **self.watch.update(norms),
-        }
 
     def _loss_inputs(
-        self, t: Trajectories, advantages: np.ndarray, batches: Minibatches, clip_range: float
+        self,
+        t: Trajectories,
+        advantages: np.ndarray,
+        importance: np.ndarray | None,
+        batches: Minibatches,
+        clip_range: float,
     ) -> LossInputs:
         """What the loss needs of each minibatch's rows, [I, B] each."""
         values = t.values.reshape(-1)
         advantage = advantages[batches.rows]
         if self.config.normalize_advantage:
             advantage = standardize(advantages, batches)
+        if importance is not None:
+            advantage = advantage * importance[batches.rows]
         return LossInputs(
             old_log_prob=t.log_probs.reshape(-1)[batches.rows],
             old_value=values[batches.rows],
@@ -283,24 +297,10 @@ class PPO(OnPolicyAlgorithm):
         )
 
     def state(self) -> dict[str, Any]:
-        optimizer = self.graph.optimizer
-        return {
-            "moment1": optimizer.moment1.asnumpy().copy(),
-            "moment2": optimizer.moment2.asnumpy().copy(),
-            "adam_steps": self.adam_steps,
-            "watch": self.watch.state(),
-        }
+        return self.minibatches.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        set_parameter(self.graph.optimizer.moment1, state["moment1"])
-        set_parameter(self.graph.optimizer.moment2, state["moment2"])
-        self.adam_steps = int(state["adam_steps"])
-        self.watch.restore(state["watch"])
-
-
-def _rows(array: np.ndarray) -> np.ndarray:
-    """[T, N, ...] -> [T * N, ...]."""
-    return array.reshape((-1, *array.shape[2:]))
+        self.minibatches.restore(state)
 
 
 def ppo_metrics(records: np.ndarray, inputs: LossInputs, clip_range: float) -> dict[str, float]:
@@ -331,9 +331,14 @@ def ppo_metrics(records: np.ndarray, inputs: LossInputs, clip_range: float) -> d
     }
 
 
-def explained_variance(t: Trajectories, advantages: np.ndarray) -> float:
-    """1 - Var(target - V) / Var(target) over the valid rows; NaN where the targets are constant."""
-    valid = t.valid.reshape(-1)
-    residual = advantages[valid]
-    variance = float(np.var(residual + t.values.reshape(-1)[valid]))
-    return 1.0 - float(np.var(residual)) / variance if variance > 0 else float("nan")
+def behaviour_metrics(log_ratios: np.ndarray, valid: np.ndarray) -> dict[str, float]:
+    """How far the policy that acted, mu, is from the one the update starts from; [T, N].
+
+    behaviour_kl = mean((x - 1) - log x) with x = pi_prox / mu; importance_max is the largest x.
+    """
+    log_ratio = log_ratios[valid].astype(np.float64)
+    ratio = np.exp(np.minimum(log_ratio, 50.0))
+    return {
+        "behaviour_kl": float((ratio - 1 - log_ratio).mean()),
+        "importance_max": float(ratio.max()),
+    }

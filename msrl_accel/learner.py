@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from msrl_accel.networks import Weights
+
+if TYPE_CHECKING:
+    from msrl_accel.policy import Policy
 
 logger = logging.getLogger("msrl_accel")
 
@@ -99,6 +102,18 @@ class FlatAdam(nn.Cell):
             gradient,
         )
         return ops.depend(norm, updated)
+
+
+class EvaluateActions(nn.Cell):
+    """construct(*observations, raw_action) -> log_prob [B], value [B], as the loss has them."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(auto_prefix=False)
+        self.policy = policy
+
+    def construct(self, *inputs: Tensor) -> Weights:
+        log_prob, _, value = self.policy.evaluate(self.policy.weights, inputs[:-1], inputs[-1])
+        return log_prob, value
 
 
 def adam_step_sizes(

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
-from msrl_accel.networks import Weights
+from msrl_accel.learner import EvaluateActions
 from msrl_accel.policy import Policy
 from msrl_accel.runtime.base import ActResult, check_inputs
 from msrl_accel.spaces import Observations
-
-
-class _Evaluate(nn.Cell):
-    """construct(*observations, raw_action) -> log_prob [B], value [B]."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(auto_prefix=False)
-        self.policy = policy
-
-    def construct(self, *inputs: Tensor) -> Weights:
-        log_prob, _, value = self.policy.evaluate(self.policy.weights, inputs[:-1], inputs[-1])
-        return log_prob, value
 
 
 class LossPosition:
@@ -31,7 +19,7 @@ class LossPosition:
 
     def __init__(self, policy: Policy) -> None:
         self.spec = policy.spec
-        self.evaluate = _Evaluate(policy)
+        self.evaluate = EvaluateActions(policy)
 
     def act(self, observations: Observations, acted: ActResult) -> ActResult:
         raw = np.ascontiguousarray(acted.raw_action)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from policy_helpers import gae_by_definition, log_softmax, numerical_gradient
+from policy_helpers import (
+    gae_by_definition,
+    log_softmax,
+    numerical_gradient,
+    vtrace_by_definition,
+)
 
 from msrl_accel.algorithms.ppo import LossInputs
 from msrl_accel.trajectories import Trajectories
@@ -11,20 +16,24 @@ from msrl_accel.trajectories import Trajectories
 T, N = 7, 3  # steps and environments of the trajectories
 
 
-def numpy_loss(log_prob, entropy, value, inputs, clip, value_clip, ent_coef, vf_coef):
-    """Eq. 7 and 9 of the paper, one row at a time."""
+def numpy_loss(log_prob, entropy, value, inputs, clip, config, importance=None):
+    """Eq. 7 and 9 of the paper, one row at a time; eq. 3 of the decoupled one with `importance`."""
+    value_clip = config.value_clip_range
     total = 0.0
     for b in range(len(log_prob)):
         ratio = np.exp(log_prob[b] - inputs.old_log_prob[b])
         advantage, target = inputs.advantage[b], inputs.value_target[b]
         clipped = min(max(ratio, 1 - clip), 1 + clip)
         objective = min(ratio * advantage, clipped * advantage)
+        if importance is not None:
+            objective *= importance[b]
         squared_error = (value[b] - target) ** 2
         if value_clip is not None:
             old = inputs.old_value[b]
             near = old + min(max(value[b] - old, -value_clip), value_clip)
             squared_error = max(squared_error, (near - target) ** 2)
-        row = -objective + vf_coef * squared_error - ent_coef * entropy[b]
+        row = -objective + config.vf_coef * squared_error - config.ent_coef * entropy[b]
+        row += config.kl_coef * (ratio - 1 - np.log(ratio))
         total += inputs.weight[b] * row
     return total
 
@@ -64,17 +73,35 @@ class NumpyPPO:
             entropy = -(np.exp(log_p) * log_p).sum(axis=1)
         return log_prob, entropy, value
 
-    def update(self, t, clip, learning_rate, rng):
+    def update(self, t, clip, learning_rate, rng, sample_weights=None):
         c = self.c
-        advantages = gae_by_definition(
-            t.rewards, t.values, t.next_values, t.terminated, t.truncated, c.gamma, c.gae_lambda
-        ).ravel()
         x = t.observations[0].reshape(-1, 3).astype(np.float64)
         raw = t.raw_actions.reshape(len(x), *t.raw_actions.shape[2:])
-        old_log_prob, old_value = (a.astype(np.float64).ravel() for a in (t.log_probs, t.values))
+        behaviour, old_value = (a.astype(np.float64).ravel() for a in (t.log_probs, t.values))
+        old_log_prob, next_values = behaviour, t.next_values.astype(np.float64)
+        importance = np.ones(len(x))
+        if c.objective != "clipped":
+            old_log_prob, _, old_value = self.evaluate(self.flat, x, raw)
+            next_values = values_that_follow(t, old_value.reshape(T, N))
+        steps = (t.rewards, old_value.reshape(T, N), next_values)
+        ends = (t.terminated, t.truncated)
+        if c.objective == "vtrace":
+            log_ratio = (old_log_prob - behaviour).reshape(T, N)
+            advantages, _ = vtrace_by_definition(
+                *steps, log_ratio, *ends, t.valid, c.gamma, c.gae_lambda, 1.0, 1.0
+            )
+        else:
+            advantages = gae_by_definition(*steps, *ends, c.gamma, c.gae_lambda)
+        advantages = advantages.ravel()
+        if c.objective == "decoupled":
+            importance = np.minimum(np.exp(old_log_prob - behaviour), c.importance_cap)
+        usable, row_weights = t.valid.ravel(), np.ones(len(x))
+        if sample_weights is not None:
+            row_weights = sample_weights.ravel()
+            usable = usable & (row_weights > 0)
         seen = []
         for _ in range(c.n_epochs):
-            order = rng.permutation(np.flatnonzero(t.valid).astype(np.int32))
+            order = rng.permutation(np.flatnonzero(usable).astype(np.int32))
             for start in range(0, len(order), c.batch_size):
                 rows = order[start : start + c.batch_size]
                 a = advantages[rows]
@@ -86,19 +113,22 @@ class NumpyPPO:
                     a,
                     np.full(len(rows), np.nan),  # the definition clips the ratio itself
                     advantages[rows] + old_value[rows],
-                    np.full(len(rows), 1 / len(rows)),
+                    row_weights[rows] / row_weights[rows].sum(),
                 )
-                seen.append(self.minibatch(x[rows], raw[rows], inputs, clip, learning_rate))
+                result = self.minibatch(
+                    x[rows], raw[rows], inputs, clip, learning_rate, importance[rows]
+                )
+                seen.append(result)
                 if c.target_kl is not None and seen[-1]["approx_kl"] > 1.5 * c.target_kl:
                     return seen
         return seen
 
-    def minibatch(self, x, raw, inputs, clip, learning_rate):
+    def minibatch(self, x, raw, inputs, clip, learning_rate, importance):
         c = self.c
 
         def loss(flat):
             terms = self.evaluate(flat, x, raw)
-            return numpy_loss(*terms, inputs, clip, c.value_clip_range, c.ent_coef, c.vf_coef)
+            return numpy_loss(*terms, inputs, clip, c, importance)
 
         log_prob, entropy, value = self.evaluate(self.flat, x, raw)
         ratio = np.exp(log_prob - inputs.old_log_prob)
@@ -110,18 +140,32 @@ class NumpyPPO:
         self.v = 0.999 * self.v + 0.001 * gradient**2
         m_hat, v_hat = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
         self.flat = self.flat - learning_rate * m_hat / (np.sqrt(v_hat) + c.adam_epsilon)
-        objective = np.minimum(
+        objective = importance * np.minimum(
             ratio * inputs.advantage, np.clip(ratio, 1 - clip, 1 + clip) * inputs.advantage
         )
+
+        def mean(values):
+            return (values * inputs.weight).sum()
+
         return {
-            "policy_loss": -objective.mean(),
-            "value_loss": ((value - inputs.value_target) ** 2).mean(),
-            "entropy": entropy.mean(),
-            "approx_kl": (ratio - 1 - np.log(ratio)).mean(),
-            "clip_fraction": (np.abs(ratio - 1) > clip).mean(),
+            "policy_loss": mean(-objective),
+            "value_loss": mean((value - inputs.value_target) ** 2),
+            "entropy": mean(entropy),
+            "approx_kl": mean(ratio - 1 - np.log(ratio)),
+            "clip_fraction": mean(np.abs(ratio - 1) > clip),
             "ratio_error": np.abs(ratio - 1).max(),
             "grad_norm": norm,
         }
+
+
+def values_that_follow(t, values):
+    """Values of the next steps; as collected where an episode, or the trajectory, ends."""
+    result = t.next_values.astype(np.float64)
+    for n in range(N):
+        for k in range(T - 1):
+            if not (t.terminated[k, n] or t.truncated[k, n]) and t.valid[k + 1, n]:
+                result[k, n] = values[k + 1, n]
+    return result
 
 
 def random_trajectories(ppo, seed, invalid=0):

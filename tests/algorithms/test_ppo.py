@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -12,12 +14,13 @@ from policy_helpers import (
     spec_of,
 )
 
+from msrl_accel.algorithms.on_policy import PolicyEvaluator, explained_variance
 from msrl_accel.algorithms.ppo import (
     PPO,
     LossInputs,
     PPOConfig,
     PPOLoss,
-    explained_variance,
+    importance_weights,
     ppo_loss,
     surrogate_limit,
 )
@@ -35,6 +38,7 @@ BRANCHES = [
     {"value_clip_range": 0.3, "ent_coef": 0.0},
     {"value_clip_range": None, "ent_coef": 0.1},
     {"value_clip_range": 0.3, "ent_coef": 0.1},
+    {"value_clip_range": None, "ent_coef": 0.0, "kl_coef": 0.7},
 ]
 CLIP = 0.2
 
@@ -55,6 +59,7 @@ class PlainLoss(nn.Cell):
         super().__init__()
         self.value_clip = config.value_clip_range
         self.ent_coef, self.vf_coef = config.ent_coef, config.vf_coef
+        self.kl_coef = config.kl_coef
 
     def construct(self, log_prob, entropy, value, inputs):
         return ppo_loss(
@@ -65,6 +70,7 @@ class PlainLoss(nn.Cell):
             self.value_clip,
             self.ent_coef,
             self.vf_coef,
+            self.kl_coef,
         )
 
 
@@ -94,9 +100,7 @@ def test_the_loss_and_both_its_gradients_equal_the_definition(branch):
     terms = [log_prob, entropy, value]
 
     def loss(*changed):
-        return numpy_loss(
-            *changed, inputs, CLIP, config.value_clip_range, config.ent_coef, config.vf_coef
-        )
+        return numpy_loss(*changed, inputs, CLIP, config)
 
     arguments = tensors(*terms, *inputs)
     expected = []
@@ -140,9 +144,15 @@ BOX = spaces.Box(-1, 1, (2,), np.float32)
 @pytest.fixture(scope="module")
 def algorithms():
     """Compiled updates by what they are for, each with its initial state."""
+    discrete = {"ppo.ent_coef": 0.05, "ppo.value_clip_range": 0.2, "ppo.kl_coef": 0.3}
     made = {
-        "discrete": make_ppo(DISCRETE, **{"ppo.ent_coef": 0.05, "ppo.value_clip_range": 0.2}),
+        "discrete": make_ppo(DISCRETE, **discrete),
+        "decoupled": make_ppo(
+            DISCRETE,
+            **{"ppo.objective": "decoupled", "ppo.importance_cap": 1.2, **discrete},
+        ),
         "box": make_ppo(BOX, **{"ppo.ent_coef": 0.01}),
+        "vtrace": make_ppo(BOX, **{"ppo.objective": "vtrace", "ppo.ent_coef": 0.01}),
         "kl": make_ppo(DISCRETE, **{"ppo.target_kl": 0.05, "ppo.learning_rate": 0.1}),
     }
     initial = {name: (ppo.policy.arrays(), ppo.state()) for name, ppo in made.items()}
@@ -156,12 +166,14 @@ def algorithms():
     return fresh
 
 
-def check_against_numpy(ppo, invalid, iterations=1, seed=10):
+def check_against_numpy(ppo, invalid, iterations=1, seed=10, sample_weights=None):
     reference = NumpyPPO(ppo)
     for k in range(iterations):
         t = random_trajectories(ppo, seed + k, invalid)
-        metrics = ppo.update(t, 0.0, np.random.default_rng(k))
-        seen = reference.update(t, CLIP, ppo.config.learning_rate, np.random.default_rng(k))
+        metrics = ppo.update(t, 0.0, np.random.default_rng(k), sample_weights=sample_weights)
+        seen = reference.update(
+            t, CLIP, ppo.config.learning_rate, np.random.default_rng(k), sample_weights
+        )
         for name, value in reference.arrays(reference.flat).items():
             np.testing.assert_allclose(ppo.policy.arrays()[name], value, atol=1e-4, err_msg=name)
         for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"):
@@ -171,13 +183,24 @@ def check_against_numpy(ppo, invalid, iterations=1, seed=10):
         norms = [s["grad_norm"] for s in seen]
         assert metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-3)
         assert metrics["grad_norm_max"] == pytest.approx(np.max(norms), rel=1e-3)
-        assert ppo.adam_steps == metrics["updates"] == reference.t
+        assert ppo.minibatches.adam_steps == metrics["updates"] == reference.t
     return metrics, seen
 
 
 # 21 rows in minibatches of 8: the last of each epoch has 5, 3, 1 or 8 rows.
 @pytest.mark.parametrize(
-    ("name", "invalid"), [("discrete", 0), ("discrete", 2), ("discrete", 4), ("box", 0), ("box", 5)]
+    ("name", "invalid"),
+    [
+        ("discrete", 0),
+        ("discrete", 2),
+        ("discrete", 4),
+        ("box", 0),
+        ("box", 5),
+        ("decoupled", 0),
+        ("decoupled", 4),
+        ("vtrace", 0),
+        ("vtrace", 4),
+    ],
 )
 def test_an_update_equals_ppo_in_numpy(algorithms, name, invalid):
     metrics, seen = check_against_numpy(algorithms(name), invalid)
@@ -187,6 +210,77 @@ def test_an_update_equals_ppo_in_numpy(algorithms, name, invalid):
 
 def test_a_second_update_continues_the_optimiser(algorithms):
     check_against_numpy(algorithms("discrete"), invalid=1, iterations=2)
+
+
+@pytest.mark.parametrize("name", ["discrete", "decoupled", "vtrace"])
+def test_steps_count_by_their_weights(algorithms, name):
+    weights = np.random.default_rng(1).choice([0.0, 0.4, 1.0], (T, N)).astype(np.float32)
+    check_against_numpy(algorithms(name), invalid=2, sample_weights=weights)
+
+
+@pytest.mark.parametrize(("name", "plain"), [("decoupled", "discrete"), ("vtrace", "box")])
+def test_on_its_own_steps_a_corrected_objective_is_plain_ppo(algorithms, name, plain):
+    corrected, plain = algorithms(name), algorithms(plain)
+    t = random_trajectories(plain, 3)
+    log_probs, values = corrected.evaluate(t)
+    t = dataclasses.replace(t.with_values(values), log_probs=log_probs)
+    for ppo in (corrected, plain):
+        metrics = ppo.update(t, 0.0, np.random.default_rng(0))
+        assert metrics["ratio_error"] < 1e-5
+    assert "behaviour_kl" not in metrics
+    for weight, expected in plain.policy.arrays().items():
+        np.testing.assert_allclose(corrected.policy.arrays()[weight], expected, atol=1e-5)
+
+
+def test_importance_weights_are_the_ratio_up_to_the_cap():
+    proximal = np.array([0.0, -1.0, -1.0, -1.0, 0.0], np.float32)
+    behaviour = np.array([0.0, -2.0, -0.5, -9.0, -np.inf], np.float32)
+    weights = importance_weights(proximal, behaviour, 5.0)
+    np.testing.assert_allclose(weights, [1, np.e, np.exp(-0.5), 5, 5], rtol=1e-6)
+
+
+def test_the_distance_of_the_acting_policy_is_reported(algorithms):
+    ppo = algorithms("decoupled")
+    t = random_trajectories(ppo, 2, invalid=3)
+    log_probs, _ = ppo.evaluate(t)
+    t.log_probs[~t.valid] = 40.0
+    log_ratio = (log_probs - t.log_probs)[t.valid].astype(np.float64)
+    metrics = ppo.update(t, 0.0, np.random.default_rng(0))
+    assert metrics["behaviour_kl"] == pytest.approx(
+        np.mean(np.exp(log_ratio) - 1 - log_ratio), rel=1e-3
+    )
+    assert metrics["importance_max"] == pytest.approx(np.exp(log_ratio.max()), rel=1e-4)
+
+
+def test_the_evaluator_gives_the_same_for_any_number_of_rows(algorithms, monkeypatch):
+    ppo = algorithms("box")
+    t = random_trajectories(ppo, 4)
+    whole = PolicyEvaluator(ppo.policy)(t)
+    monkeypatch.setattr("msrl_accel.algorithms.on_policy.CHUNK", 8)  # 21 rows: 8, 8 and 5
+    with count_compilations() as compiled:
+        parts = PolicyEvaluator(ppo.policy)(t)
+    assert compiled.count == 1
+    reference = NumpyPPO(ppo)
+    expected = reference.evaluate(
+        reference.flat, t.observations[0].reshape(-1, 3), t.raw_actions.reshape(-1, 2)
+    )
+    for result in (whole, parts):
+        np.testing.assert_allclose(result[0].ravel(), expected[0], atol=1e-5)
+        np.testing.assert_allclose(result[1].ravel(), expected[2], atol=1e-5)
+
+
+def test_the_learning_rate_can_be_scaled(algorithms):
+    for scale in (1.0, 0.5):
+        ppo = algorithms("discrete")
+        before = ppo.policy.arrays()
+        metrics = ppo.update(
+            random_trajectories(ppo, 0), 0.0, np.random.default_rng(0), learning_rate_scale=scale
+        )
+        assert metrics["learning_rate"] == pytest.approx(0.01 * scale)
+        moved = max(
+            np.abs(after - before[name]).max() for name, after in ppo.policy.arrays().items()
+        )
+        assert moved <= 6 * 0.01 * scale * 1.01  # Adam's first steps are of about that size
 
 
 def test_rounding_takes_no_gradient_from_values_within_the_clip(algorithms):
@@ -321,7 +415,7 @@ def test_a_restored_algorithm_continues_bit_for_bit(algorithms):
     whole = run(restart=False)
     arrays, state = whole.policy.arrays(), whole.state()
     again = run(restart=True)
-    assert again.adam_steps == state["adam_steps"] == 12
+    assert again.minibatches.adam_steps == state["adam_steps"] == 12
     for name, value in arrays.items():
         np.testing.assert_array_equal(again.policy.arrays()[name], value)
     for name in ("moment1", "moment2"):

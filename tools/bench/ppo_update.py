@@ -95,7 +95,7 @@ def measure_ours(args: argparse.Namespace) -> dict[str, float]:
     )
     set_up(config.runtime)
     ppo: Any = PPO(config, PolicySpec.from_spaces(env.observation_space, env.action_space))
-    graph = ppo.graph = TimedCell(ppo.graph)
+    graph = ppo.minibatches.graph = TimedCell(ppo.minibatches.graph)
     rng = np.random.default_rng(0)
     shape = (N_STEPS, N_ENVS)
     values = rng.standard_normal(shape).astype(np.float32)
