@@ -15,9 +15,9 @@ import gymnasium.vector
 from msrl_accel.envs.factory import EnvFactory
 from msrl_accel.errors import EnvError
 
-_UNGUARDED_EXIT = 87
+UNGUARDED_EXIT = 87
 """Exit code of a worker that found itself starting workers while importing the main script."""
-_UNGUARDED = (
+UNGUARDED = (
     "worker processes import the main script, and this script starts training when it is imported; "
     "put its code under `if __name__ == '__main__':`, or use backend sync"
 )
@@ -41,7 +41,7 @@ class WorkerVectorEnv(gymnasium.vector.AsyncVectorEnv):  # type: ignore[type-arg
     def __init__(
         self, env_id: str, factories: Sequence[EnvFactory], timeout: float, **kwargs: Any
     ) -> None:
-        _stop_if_importing_main()
+        stop_if_importing_main()
         self._env_id = env_id
         self._timeout = timeout
         with self._failures_close():
@@ -140,8 +140,8 @@ class WorkerVectorEnv(gymnasium.vector.AsyncVectorEnv):  # type: ignore[type-arg
         _join(getattr(self, "processes", []), 1.0, stop_at_first=True)
         for index, process in enumerate(getattr(self, "processes", [])):
             code = process.exitcode
-            if code == _UNGUARDED_EXIT:
-                return f"{self._env_id}: {_UNGUARDED}"
+            if code == UNGUARDED_EXIT:
+                return f"{self._env_id}: {UNGUARDED}"
             if code is not None:
                 how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
                 return f"{self._env_id}: the worker process of environment {index} died ({how})"
@@ -163,7 +163,7 @@ def _join(processes: Iterable[Any], seconds: float, stop_at_first: bool = False)
         running = still
 
 
-def _stop_if_importing_main() -> None:
+def stop_if_importing_main() -> None:
     """End a worker that is still importing the main script, before it spawns workers itself."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise SystemExit(_UNGUARDED_EXIT)
+        raise SystemExit(UNGUARDED_EXIT)

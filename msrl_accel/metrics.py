@@ -179,6 +179,8 @@ class EpisodeStats:
     def __init__(self, num_envs: int, window: int = 100) -> None:
         self.episodes = 0
         """Episodes that have ended so far."""
+        self.log: list[tuple[float, float]] | None = None
+        """Where returns and lengths of ended episodes are noted one by one, if anywhere."""
         self._returns = np.zeros(num_envs, np.float64)
         self._lengths = np.zeros(num_envs, np.int64)
         self._window_returns = np.zeros(window, np.float64)  # ring buffers
@@ -191,14 +193,20 @@ class EpisodeStats:
         (ended,) = np.nonzero(dones & valid)
         if not len(ended):
             return
-        window = len(self._window_returns)
-        last = ended[-window:]
-        slots = (self.episodes + len(ended) - len(last) + np.arange(len(last))) % window
-        self._window_returns[slots] = self._returns[last]
-        self._window_lengths[slots] = self._lengths[last]
-        self.episodes += len(ended)
+        self.add(self._returns[ended], self._lengths[ended])
         self._returns[ended] = 0.0
         self._lengths[ended] = 0
+
+    def add(self, returns: np.ndarray, lengths: np.ndarray) -> None:
+        """Add ended episodes."""
+        if self.log is not None:
+            self.log += zip(returns.tolist(), lengths.tolist())
+        window = len(self._window_returns)
+        self.episodes += len(returns)
+        kept = min(len(returns), window)
+        slots = (self.episodes - kept + np.arange(kept)) % window
+        self._window_returns[slots] = returns[len(returns) - kept :]
+        self._window_lengths[slots] = lengths[len(lengths) - kept :]
 
     def abandon_running(self) -> None:
         """Forget the episodes under way: the environments have been reset."""

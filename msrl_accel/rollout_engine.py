@@ -88,6 +88,11 @@ class RolloutEngine:
         else:
             self.runtime.load_weights(version, self.policy.arrays())
 
+    @property
+    def model(self) -> bytes:
+        """The ONNX model, with which other processes can roll out; empty for other engines."""
+        return getattr(self.runtime, "model", b"")
+
     def close(self) -> None:
         self.runtime.close()
 

@@ -14,6 +14,10 @@ def trainer_class(config: TrainConfig) -> type[Trainer]:
     from msrl_accel.algorithms import algorithm_class
     from msrl_accel.algorithms.base import OffPolicyAlgorithm
 
+    if config.pipeline.mode == "async":
+        from msrl_accel.pipeline.async_ import AsyncTrainer
+
+        return AsyncTrainer
     if issubclass(algorithm_class(config.algo), OffPolicyAlgorithm):
         from msrl_accel.pipeline.off_policy import OffPolicyTrainer
 

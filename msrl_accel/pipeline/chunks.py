@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
 
 from msrl_accel.envs.base import StepResult
 from msrl_accel.envs.threads import ThreadVectorEnv
+from msrl_accel.normalize import RewardNormalizer
 from msrl_accel.rollout import EnvironmentLoop
 from msrl_accel.runtime.base import ActResult, PolicyRuntime
 from msrl_accel.spaces import Observations
@@ -27,7 +27,7 @@ class ChunkCollector(EnvironmentLoop):
         runtime: acts for them, at any batch.
         n_steps: steps of a chunk.
         rng: source of the policy's noise.
-        refresh: called before the policy acts, to let the runtime take newer weights.
+        reward_normalizer: scales the rewards that training sees; episode returns stay raw.
     """
 
     env: ThreadVectorEnv
@@ -38,11 +38,11 @@ class ChunkCollector(EnvironmentLoop):
         runtime: PolicyRuntime,
         n_steps: int,
         rng: np.random.Generator,
-        refresh: Callable[[], None] = lambda: None,
+        reward_normalizer: RewardNormalizer | None = None,
     ) -> None:
         super().__init__(env, runtime, rng)
         self.n_steps = n_steps
-        self.refresh = refresh
+        self.reward_normalizer = reward_normalizer
         self.chunks = Trajectories.empty(self.spec, n_steps, env.num_envs)  # one under way each
         self.filled = np.zeros(env.num_envs, np.int64)  # steps of it that have been taken
         self.finished: deque[Trajectories] = deque()  # chunks that no trajectories had room for
@@ -86,8 +86,7 @@ class ChunkCollector(EnvironmentLoop):
         self._begin_steps(indices, observations, acted)
 
     def _act(self, observations: Observations) -> tuple[Observations, ActResult]:
-        """The policy's actions, with the newest weights, and the observations it saw."""
-        self.refresh()
+        """The policy's actions, and the observations it saw."""
         cast = self.spec.cast(observations)
         noise = self.spec.draw_noise(self.rng, (len(cast[0]),))
         return cast, self.runtime.act(cast, noise)
@@ -107,7 +106,6 @@ class ChunkCollector(EnvironmentLoop):
 
     def _store_outcome(self, t: np.ndarray, indices: np.ndarray, step: StepResult) -> None:
         chunks, n = self.chunks, self.env.num_envs
-        chunks.rewards[t, indices] = step.rewards
         chunks.terminated[t, indices] = step.terminated
         chunks.truncated[t, indices] = step.truncated
         chunks.valid[t, indices] = step.valid
@@ -116,6 +114,9 @@ class ChunkCollector(EnvironmentLoop):
         done[indices] = step.terminated | step.truncated
         valid[indices] = step.valid
         self.episodes.update(rewards, done, valid)
+        if self.reward_normalizer is not None:
+            rewards = self.reward_normalizer(rewards, done, valid)
+        chunks.rewards[t, indices] = rewards[indices]
 
 
 def _copy_column(source: Trajectories, i: int, target: Trajectories, j: int) -> None:

@@ -58,12 +58,8 @@ class Trainer(ABC):
         self.seconds = 0.0
         self.next_evaluation = config.evaluation.interval_steps
         self.resumed = False
-        self.env = envs.make_vector(
-            config.env,
-            config.n_envs,
-            kwargs=config.env_kwargs,
-            backend=config.vectorization,
-        )
+        self._stop: GracefulStop | None = None
+        self.env = self.make_env()
         try:
             self.spec = PolicySpec.from_spaces(self.env.observation_space, self.env.action_space)
             self.algorithm = algorithm_class(config.algo)(config, self.spec)
@@ -84,13 +80,28 @@ class Trainer(ABC):
             self.env.close()
             raise
 
+    def make_env(self) -> VectorEnv:
+        """The environments to train in."""
+        config = self.config
+        return envs.make_vector(
+            config.env, config.n_envs, kwargs=config.env_kwargs, backend=config.vectorization
+        )
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has asked the run to end."""
+        return self._stop is not None and self._stop.requested is not None
+
     @abstractmethod
     def build(self) -> None:
         """Make what this kind of training needs besides environments, algorithm and engine."""
 
     @abstractmethod
     def iterate(self) -> dict[str, float]:
-        """Move the run on by one iteration, counting `step` and `iteration`; returns metrics."""
+        """Move the run on by one iteration, counting `step` and `iteration`; returns metrics.
+
+        One that may take long gives up when `stopping`, and returns none.
+        """
 
     @abstractmethod
     def parts_state(self) -> dict[str, Any]:
@@ -117,7 +128,7 @@ class Trainer(ABC):
         last_checkpoint = time.monotonic()
         c = self.config
         with ExitStack() as stack:
-            stop = stack.enter_context(GracefulStop())
+            stop = self._stop = stack.enter_context(GracefulStop())
             log = stack.enter_context(
                 MetricsLogger(
                     self.run.path,
@@ -130,6 +141,8 @@ class Trainer(ABC):
             )
             while self.step < c.total_steps and stop.requested is None:
                 metrics = self.iterate()
+                if not metrics:  # interrupted before it was complete
+                    continue
                 self.seconds = time.monotonic() - started
                 metrics.update(self._evaluate_when_due())
                 complete = self.step >= c.total_steps

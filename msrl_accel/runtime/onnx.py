@@ -26,7 +26,7 @@ class OnnxRuntime:
     """Runs an ONNX file of `export_onnx` on the CPU.
 
     Args:
-        model: the file.
+        model: the file, or its content.
         spec: the policy's tensors.
         version: of the weights in the file.
         threads: of an operator; 1 is fastest for small networks.
@@ -39,7 +39,7 @@ class OnnxRuntime:
 
     def __init__(
         self,
-        model: Path,
+        model: Path | bytes,
         spec: PolicySpec,
         version: int = 0,
         *,
@@ -50,17 +50,14 @@ class OnnxRuntime:
         self.version = version
         self._threads = threads
         self._names = input_names(spec)
-        try:
-            self._model = Path(model).read_bytes()
-        except OSError as error:
-            raise PolicyError(f"cannot read the model {model}: {error.strerror}") from error
+        self.model = model if isinstance(model, bytes) else _read(model)
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._weights: dict[str, np.ndarray] = {}  # given with each call
         if weights_as_inputs:
-            self._model, self._shapes = as_inputs(self._model)
+            self.model, self._shapes = as_inputs(self.model)
         self._run: Run
         self._run_action: Run | None
-        self._start(self._model)
+        self._start(self.model)
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Rebuild the session with other weights, or give these with each call from now on.
@@ -76,9 +73,9 @@ class OnnxRuntime:
             self._weights = _checked_weights(self._shapes, arrays)
             self.version = version
             return
-        model = replace_weights(self._model, arrays, ONNX)
+        model = replace_weights(self.model, arrays, ONNX)
         self._start(model)
-        self._model, self.version = model, version
+        self.model, self.version = model, version
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
         outputs = self._call(self._run, self._outputs, observations, noise)
@@ -90,7 +87,7 @@ class OnnxRuntime:
         if self._shapes is not None:
             return self.act(observations, noise).action
         if self._run_action is None:
-            self._run_action = self._session_of(only_output(self._model, "action")).run
+            self._run_action = self._session_of(only_output(self.model, "action")).run
         action: np.ndarray = self._call(self._run_action, ["action"], observations, noise)[0]
         return action
 
@@ -145,6 +142,13 @@ class OnnxRuntime:
                 f"the model takes {found}, this policy gives {expected}: "
                 "the file is of another policy"
             )
+
+
+def _read(model: Path) -> bytes:
+    try:
+        return Path(model).read_bytes()
+    except OSError as error:
+        raise PolicyError(f"cannot read the model {model}: {error.strerror}") from error
 
 
 def _checked_weights(

@@ -26,11 +26,10 @@ class ValuesTheObservation:
         return ActResult(raw, np.zeros(len(x), np.float32), value, raw, (noise,))
 
 
-def collector_of(env_id, n_envs, n_steps, refresh=lambda: None, **kwargs):
+def collector_of(env_id, n_envs, n_steps, runtime=ValuesTheObservation, **kwargs):
     env = make_vector(env_id, n_envs, kwargs=kwargs, backend="threads")
     spec = PolicySpec.from_spaces(env.observation_space, env.action_space)
-    runtime = ValuesTheObservation(spec)
-    return ChunkCollector(env, runtime, n_steps, np.random.default_rng(0), refresh)
+    return ChunkCollector(env, runtime(spec), n_steps, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("columns", [1, 3, 7])
@@ -59,14 +58,16 @@ def test_a_chunk_is_a_stretch_of_one_environment(columns):
         assert collector.episodes.return_mean == 10.0
 
 
+class Counting(ValuesTheObservation):
+    """Has newer weights at every call."""
+
+    def act(self, observations, noise):
+        self.version += 1
+        return super().act(observations, noise)
+
+
 def test_steps_carry_the_version_that_chose_them():
-    collector = None
-
-    def refresh():
-        if collector is not None:
-            collector.runtime.version += 1
-
-    collector = collector_of("faulty_envs:Counter-v0", 1, 4, refresh, faulty=False)
+    collector = collector_of("faulty_envs:Counter-v0", 1, 3, Counting, faulty=False)
     with collector.env:
-        chunk = collector.collect(Trajectories.empty(collector.spec, 4, 1))
-        np.testing.assert_array_equal(chunk.versions[:, 0], [1, 2, 3, 4])
+        chunk = collector.collect(Trajectories.empty(collector.spec, 3, 1))
+        np.testing.assert_array_equal(chunk.versions[:, 0], [1, 2, 3])
