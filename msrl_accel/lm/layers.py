@@ -78,10 +78,13 @@ class Block(nn.Cell):
         first, second = ops.split(x, half, -1)
         return ops.concat((first * cos - second * sin, second * cos + first * sin), -1)
 
-    def attend(self, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, bias: Tensor) -> Tensor:
-        """x [B * T, H] normed -> [B * T, n_heads * head_dim]; bias [B * kv, group * T, T].
+    def attend(
+        self, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B * T, H] normed -> [B * T, n_heads * head_dim], keys, values [B, kv, T, head_dim].
 
         The queries that share a key head are rows of one product: keys are never repeated.
+        bias: [B * kv, group * T, T].
         """
         rows, tokens = cos.shape[0], cos.shape[2]
         kv, d = rows * self.n_kv_heads, self.head_dim
@@ -91,19 +94,21 @@ class Block(nn.Cell):
         scores = self.scores(q.reshape((kv, -1, d)), k.reshape((kv, tokens, d)))
         y = self.mix(self.softmax(scores + bias), v.reshape((kv, tokens, d)))
         y = ops.transpose(y.reshape((rows, self.n_heads, tokens, d)), (0, 2, 1, 3))
-        return y.reshape((rows * tokens, self.n_heads * d))
+        return y.reshape((rows * tokens, self.n_heads * d)), k, v
 
     def construct(
         self, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, bias: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [B * T, H], and the keys and values it attended to."""
         order = self.order
         h = self.norm(x, weights[order["input_layernorm.weight"]])
-        h = self.attend(h, weights, cos, sin, bias)
+        h, k, v = self.attend(h, weights, cos, sin, bias)
         x = x + self.linear(h, weights[order["self_attn.o_proj.weight"]])
         h = self.norm(x, weights[order["post_attention_layernorm.weight"]])
         gate = self.linear(h, weights[order["mlp.gate_proj.weight"]])
         up = self.linear(h, weights[order["mlp.up_proj.weight"]])
-        return x + self.linear(ops.silu(gate) * up, weights[order["mlp.down_proj.weight"]])
+        x = x + self.linear(ops.silu(gate) * up, weights[order["mlp.down_proj.weight"]])
+        return x, k, v
 
 
 def layer_order(config: LMConfig) -> dict[str, int]:

@@ -85,7 +85,7 @@ class CausalLM(nn.Cell):
         sin = ops.gather(self.sin, positions, 0).reshape((rows, 1, length, -1))
         bias = self.attention_bias(segments, prefixes)
         for layer in range(c.n_layers):
-            x = self.block(x, self.layer_weights(weights, layer), cos, sin, bias)
+            x, _, _ = self.block(x, self.layer_weights(weights, layer), cos, sin, bias)
         final_norm = weights[1 + c.n_layers * self.per_layer]
         return self.norm(x, final_norm).reshape((rows, length, c.hidden_size))
 

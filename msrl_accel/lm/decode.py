@@ -1,0 +1,168 @@
+"""One token for each of many rows, with keys and values cached: the inside of generation.
+
+Activations are [features, N]: a matrix product then takes the weights as they are stored, and
+sums over features are products with a row. Operators are few, since on CPU each costs some
+microseconds whatever its size, and those that broadcast cost most.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore.ops.auto_generate import SiLU
+
+from msrl_accel.lm.config import LMConfig
+from msrl_accel.lm.layers import MASKED, RMSNorm, layer_order
+from msrl_accel.lm.rope import rope_tables
+from msrl_accel.networks import Weights
+
+
+class Decoder(nn.Cell):
+    """The layers of a decoder at one new token a row, and the cache they read and write.
+
+    A head group is the queries that share a key head, then that key and value: `g + 2` vectors of
+    `head_dim`. The cache of a layer is a matrix of rows (n, key head, slot); slot = position.
+
+    Args:
+        config: the model.
+        rows: N.
+        slots: tokens a row holds at most.
+    """
+
+    def __init__(self, config: LMConfig, rows: int, slots: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.config = config
+        self.rows, self.slots = rows, slots
+        self.kv, self.group = config.n_kv_heads, config.n_heads // config.n_kv_heads
+        self.order = layer_order(config)
+        self.keys = self._cache("keys")
+        self.values = self._cache("values")
+        cos, sin = rope_tables(config, slots)
+        self.cos, self.sin = self._turns(cos, sin)
+        self.visible = Tensor(np.triu(np.full((slots, slots), MASKED, np.float32), 1))
+        self.first_slots = Tensor(np.arange(rows * self.kv, dtype=np.int32) * slots)
+        self.swap = Tensor(np.array([1, 0], np.int32))
+        self.mean = Tensor(np.full((1, config.hidden_size), 1.0 / config.hidden_size, np.float32))
+        self.norm = RMSNorm(config.rms_norm_eps)
+        self.matmul = ops.MatMul()
+        self.matmul_tb = ops.MatMul(transpose_b=True)
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.mix = ops.BatchMatMul()
+        self.softmax = ops.Softmax(-1)
+        self.halves = ops.Split(0, 2)
+        self.silu = SiLU()
+        self.write = ops.ScatterUpdate()
+
+    def _cache(self, name: str) -> ParameterTuple:
+        shape = (self.rows * self.kv * self.slots, self.config.head_dim)
+        return ParameterTuple(
+            [
+                Parameter(Tensor(np.zeros(shape, np.float32)), f"cache.{i}.{name}", False)
+                for i in range(self.config.n_layers)
+            ]
+        )
+
+    def _turns(self, cos: np.ndarray, sin: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Factors [slots, kv * (g + 2) * head_dim] of a vector and of itself with halves swapped.
+
+        The scale of the scores is in those of the queries; values do not turn.
+        """
+        d = self.config.head_dim
+        factors = np.zeros((2, len(cos), self.kv, self.group + 2, d), np.float32)
+        factors[0] = np.concatenate([cos, cos], 1)[:, None, None]
+        factors[1] = np.concatenate([-sin, sin], 1)[:, None, None]
+        factors[:, :, :, : self.group] *= d**-0.5
+        factors[0, :, :, -1], factors[1, :, :, -1] = 1.0, 0.0
+        return tuple(Tensor(f.reshape(len(cos), -1)) for f in factors)
+
+    def fuse(self, weights: Weights) -> Weights:
+        """Weights of one layer as `layer` takes them, with the norms in the matrices after them."""
+        o, c = self.order, self.config
+        before = weights[o["input_layernorm.weight"]]
+        qkv = self.grouped(weights, ".weight", c.hidden_size) * before
+        after = weights[o["post_attention_layernorm.weight"]]
+        gate, up = weights[o["mlp.gate_proj.weight"]], weights[o["mlp.up_proj.weight"]]
+        fused = (
+            qkv,
+            weights[o["self_attn.o_proj.weight"]],
+            ops.concat((gate, up), 0) * after,
+            weights[o["mlp.down_proj.weight"]],
+        )
+        if c.qkv_bias:
+            bias = self.grouped(weights, ".bias", 1).reshape((1, -1))
+            fused = (*fused, ops.tile(bias, (self.rows, 1)))
+        if c.qk_norm:
+            q, k = weights[o["self_attn.q_norm.weight"]], weights[o["self_attn.k_norm.weight"]]
+            fused = (*fused, q, k)
+        return fused
+
+    def grouped(self, weights: Weights, kind: str, columns: int) -> Tensor:
+        """Projections to queries, keys and values with the rows in the order of head groups."""
+        pieces = []
+        for name in ("q", "k", "v"):
+            w = weights[self.order[f"self_attn.{name}_proj{kind}"]]
+            pieces.append(w.reshape((self.kv, -1, columns)))
+        return ops.concat(pieces, 1).reshape((-1, columns))
+
+    def normed(self, x: Tensor) -> Tensor:
+        """x [H, N] / root mean square of each column."""
+        mean_square = self.matmul(self.mean, x * x)
+        return x * ops.rsqrt(mean_square + self.config.rms_norm_eps)
+
+    def start(self, layer: int, keys: Tensor, values: Tensor, prompt_index: Tensor) -> None:
+        """Put keys and values [M, kv, P, head_dim] of prompts into the cache of their rows [N]."""
+        prompts, kv, length, d = keys.shape
+        slots = self.first_slots.reshape((-1, 1)) + ops.arange(0, length).astype(mstype.int32)
+        slots = slots.reshape((-1,))
+        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            rows = ops.gather(new.reshape((prompts, -1)), prompt_index, 0)
+            self.write(cache, slots, rows.reshape((-1, d)))
+
+    def attend(self, layer, qkv, fused, cos, sin, bias, slots):  # type: ignore[no-untyped-def]
+        """qkv [N, kv * (g + 2) * head_dim] -> [N, n_heads * head_dim]; writes its slots."""
+        c = self.config
+        n, g, d = self.rows * self.kv, self.group, c.head_dim
+        if c.qkv_bias:
+            qkv = qkv + fused[4]
+        if c.qk_norm:
+            qkv = self.normed_heads(qkv, fused[-2], fused[-1])
+        swapped = ops.gather(qkv.reshape((-1, 2, d // 2)), self.swap, 1).reshape(qkv.shape)
+        turned = (qkv * cos + swapped * sin).reshape((n, (g + 2) * d))
+        q = ops.slice(turned, (0, 0), (n, g * d)).reshape((n, g, d))
+        keys = self.write(self.keys[layer], slots, ops.slice(turned, (0, g * d), (n, d)))
+        values = self.write(self.values[layer], slots, ops.slice(turned, (0, (g + 1) * d), (n, d)))
+        scores = self.scores(q, keys.reshape((n, self.slots, d)))
+        mixed = self.mix(self.softmax(scores + bias), values.reshape((n, self.slots, d)))
+        return mixed.reshape((self.rows, -1))
+
+    def normed_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+        """Queries and keys divided by their root mean square, values as they are."""
+        g, d = self.group, self.config.head_dim
+        n = self.rows * self.kv
+        vectors = qkv.reshape((n, (g + 2) * d))
+        q = self.norm(ops.slice(vectors, (0, 0), (n, g * d)).reshape((-1, d)), q_weight)
+        k = self.norm(ops.slice(vectors, (0, g * d), (n, d)), k_weight)
+        v = ops.slice(vectors, (0, (g + 1) * d), (n, d))
+        return ops.concat((q.reshape((n, g * d)), k, v), 1).reshape(qkv.shape)
+
+    def construct(self, x: Tensor, layers: tuple[Weights, ...], positions: Tensor) -> Tensor:
+        """Hidden states [H, N] before the final norm.
+
+        Args:
+            x: embeddings [H, N] of the new tokens.
+            layers: `fuse` of each layer's weights.
+            positions: [N] int32 of the new tokens.
+        """
+        cos, sin = ops.gather(self.cos, positions, 0), ops.gather(self.sin, positions, 0)
+        heads = ops.tile(positions.reshape((-1, 1)), (1, self.kv * self.group)).reshape((-1,))
+        bias = ops.gather(self.visible, heads, 0).reshape((-1, self.group, self.slots))
+        slots = self.first_slots + ops.tile(positions.reshape((-1, 1)), (1, self.kv)).reshape((-1,))
+        for layer in range(self.config.n_layers):
+            fused = layers[layer]
+            qkv = ops.transpose(self.matmul(fused[0], self.normed(x)), (1, 0))
+            mixed = self.attend(layer, qkv, fused, cos, sin, bias, slots)
+            x = x + self.matmul_tb(fused[1], mixed)
+            gate, up = self.halves(self.matmul(fused[2], self.normed(x)))
+            x = x + self.matmul(fused[3], self.silu(gate) * up)
+        return x
