@@ -9,10 +9,12 @@ import re
 from pathlib import Path
 
 
-def find_tuned(algo: str, env_id: str) -> Path | None:
+def find_tuned(algo: str, env_id: str, model: str | None = None) -> Path | None:
     """The tuned configuration of an algorithm on an environment, or None.
 
-    The file is ``<algo>/<env id>.yaml`` with ``/`` and ``:`` of the id written as ``_``.
+    The file is ``<algo>/<env id>.yaml``, or ``<algo>/<env id>.<model>.yaml`` where a language model
+    is named, with ``/`` and ``:`` written as ``_``.
     """
-    path = Path(__file__).parent / algo / (re.sub(r"[/:\\]", "_", env_id) + ".yaml")
+    name = env_id if model is None else f"{env_id}.{model}"
+    path = Path(__file__).parent / algo / (re.sub(r"[/:\\]", "_", name) + ".yaml")
     return path if path.is_file() else None

@@ -9,18 +9,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msrl_accel.commandline import CommandParser
+from msrl_accel.config_help import help_keys
 from msrl_accel.config_schema import (
     Field,
     FieldSpec,
     Section,
-    docs_of,
     fields_of,
     flatten,
     nearest_keys,
@@ -36,8 +34,8 @@ from msrl_accel.config_sections import (
     TrainConfig,
     train_config_class,
 )
-from msrl_accel.config_types import bad_value, describe
-from msrl_accel.config_yaml import PathLike, one_line, parse_value, read_mapping
+from msrl_accel.config_types import bad_value
+from msrl_accel.config_yaml import PathLike, parse_value, read_mapping
 from msrl_accel.configs import find_tuned
 from msrl_accel.errors import ConfigError
 
@@ -74,6 +72,15 @@ _NESTED_FLAGS = {
     "--trace": "pipeline.trace",
 }
 _TEXT_FLAGS = ("algo", "env", "run_dir")  # taken as they are; the others are YAML values
+_ALGORITHM = "algorithm"
+"""Stands for the section of the chosen algorithm in the keys of flags."""
+_ALGORITHM_FLAGS = {
+    "--model": ("model", "Language model: a folder, a .gguf file, or smollm2."),
+    "--parity-gate": (
+        "parity_gate",
+        "End the run where log-probabilities of rollout and training differ by more.",
+    ),
+}
 
 
 class _Layer(NamedTuple):
@@ -130,19 +137,25 @@ def _resolve(
     if config_file is not None:
         layers = [_Layer(str(config_file), read_mapping(config_file)), *layers]
     algo, section = _choose_algorithm(layers, algorithm_sections)
+    cls = train_config_class(algo, section)
+
+    def flat(layer: _Layer) -> tuple[str, dict[str, Any]]:
+        return layer.source, _flat(cls, layer, algo, algorithm_sections)
+
+    given = [flat(layer) for layer in layers]
+    defaults = [flat(_Layer(f"defaults of {algo}", section.run_defaults))]
     env = _last(layers, "env")
     if tuned and config_file is None and isinstance(env, str):
-        path = find_tuned(algo, env)
+        model = next((x[f"{algo}.model"] for _, x in given[::-1] if f"{algo}.model" in x), None)
+        path = find_tuned(algo, env, model)
         if path is not None:
-            layers = [_Layer(f"configs/{algo}/{path.name}", read_mapping(path)), *layers]
-    layers = [_Layer(f"defaults of {algo}", section.run_defaults), *layers]
-    cls = train_config_class(algo, section)
+            defaults.append(flat(_Layer(f"configs/{algo}/{path.name}", read_mapping(path))))
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for layer in layers:
-        for key, value in _flat(cls, layer, algo, algorithm_sections).items():
+    for source, found in [*defaults, *given]:
+        for key, value in found.items():
             values[key] = _merge(values.get(key), value)
-            sources[key] = layer.source
+            sources[key] = source
     config: TrainConfig = _build(cls, values, sources)
     return config.with_sources(sources)
 
@@ -187,6 +200,8 @@ def _flat(
 ) -> dict[str, Any]:
     """Values of a layer by dotted key; errors name the layer."""
     found: dict[str, Any] = {}
+    if layer.source in _ALGORITHM_FLAGS:
+        layer = _Layer(layer.source, {algo: layer.tree[_ALGORITHM]})
     for top in layer.tree:
         other = str(top).partition(".")[0]
         if other != algo and other in _algorithm_names(sections):
@@ -251,7 +266,7 @@ class _Parser(CommandParser):
 
     def _suggestion(self, word: str) -> str:
         flag = word.partition("=")[0]
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.75)
         if near:
             return f"; did you mean {near[0]}?"
         keys = [
@@ -296,6 +311,8 @@ def build_parser(
         else:
             metavar = key.rpartition(".")[2].upper()
             parser.add_argument(flag, metavar=metavar, help=help_text)
+    for flag, (name, help_text) in _ALGORITHM_FLAGS.items():
+        parser.add_argument(flag, metavar=name.upper(), help=help_text)
     parser.add_argument(
         "--no-tuned",
         dest="tuned",
@@ -339,6 +356,11 @@ def config_from_args(
         if value is not None:
             text = isinstance(value, str) and _field_at(key).kind is not str
             layers.append(_Layer(flag, {key: _flag_value(key, value) if text else value}))
+    for flag, (name, _) in _ALGORITHM_FLAGS.items():
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if value is not None:
+            raw = value if name == "model" else _flag_value(name, value)
+            layers.append(_Layer(flag, {_ALGORITHM: {name: raw}}))
     layers += [_assignment(text) for text in args.assignments]
     start = args.config if config_file is None else config_file
     return _resolve(layers, start, args.tuned, algorithm_sections)
@@ -381,30 +403,4 @@ def _help_keys(algo: str | None, sections: AlgorithmSections | None) -> str:
     parts = {name: spec.section for name, spec in fields_of(TrainConfig).items() if spec.section}
     for name in _help_algorithms(algo, sections):
         parts[name] = _algorithm_section(name, sections)
-    lines = ["keys, for --set KEY=VALUE or a YAML file:", ""]
-    lines += _help_section("", TrainConfig)
-    for name, section in parts.items():
-        lines += ["", f"{name}: {docs_of(section)[0].partition(chr(10))[0]}".rstrip()]
-        lines += _help_section(f"{name}.", section)
-    return "\n".join(lines) + "\n"
-
-
-def _help_section(prefix: str, section: type[Section]) -> list[str]:
-    width = max(40, shutil.get_terminal_size().columns - 2)
-    lines = []
-    for name, spec in fields_of(section).items():
-        if spec.section is None:
-            lines.append(f"  {prefix}{name}: {_help_values(spec)}")
-            lines += textwrap.wrap(
-                spec.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
-    return lines
-
-
-def _help_values(spec: FieldSpec) -> str:
-    choices = ", ".join(map(str, spec.rule.choices))
-    kind = f"one of {choices}" if choices else describe(spec.kind)
-    limits = ", ".join([kind, *spec.rule.bounds()])
-    if spec.required:
-        return f"{limits}; required"
-    return f"{limits}; default {one_line(spec.default())}"
+    return help_keys(TrainConfig, parts)
