@@ -216,9 +216,14 @@ class CharTokenizer(Tokenizer):
         super().__init__(backend, {**fast_settings(*special), _CHARACTER_LEVEL: True})
 
     @classmethod
-    def for_tasks(cls) -> CharTokenizer:
-        """The alphabet of the built-in tasks: newline, space, and the visible ASCII characters."""
-        return cls("\n " + string.digits + string.ascii_letters + string.punctuation)
+    def for_tasks(cls, characters: str = "") -> CharTokenizer:
+        """The alphabet of the built-in tasks: newline, space, and the visible ASCII characters.
+
+        Args:
+            characters: what it must hold besides.
+        """
+        usual = "\n " + string.digits + string.ascii_letters + string.punctuation
+        return cls(usual + "".join(sorted(set(characters) - set(usual))))
 
 
 def fast_settings(
