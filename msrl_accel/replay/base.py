@@ -76,7 +76,8 @@ class Replay(ABC):
     def end_episodes(self) -> None:
         """Say that all environments start anew although their episodes did not end.
 
-        The newest transitions then bootstrap from their successors, as truncated ones do.
+        To be called when they are reset from outside, as after a `restore` that they could not
+        follow. The newest transitions then bootstrap from their successors, as truncated ones do.
         """
 
     @abstractmethod

@@ -66,7 +66,8 @@ class Priorities:
             bad = int(np.flatnonzero(~finite)[0])
             raise ReplayError(
                 f"priorities: the value of transition {indices[bad]} is "
-                f"{np.ravel(errors)[bad]}: give finite float32 TD errors (a diverged critic makes others)"
+                f"{np.ravel(errors)[bad]}: give finite float32 TD errors (a critic that diverges "
+                "makes others)"
             )
         raised = (magnitude + self.settings.epsilon) ** self.settings.alpha
         self.highest = max(self.highest, float(raised.max(initial=0.0)))

@@ -99,7 +99,7 @@ def test_a_reward_that_is_not_finite_is_refused_and_not_stored(bad):
     replay = ReplayBuffer(VECTOR_SPEC, 8, 2, gamma=0.9)
     arguments = step()
     arguments["rewards"][1] = bad
-    with pytest.raises(ReplayError, match="reward = .* of environment 1 is not a finite"):
+    with pytest.raises(ReplayError, match=r"reward = .* of environment 1 is not a finite"):
         replay.add(**arguments)
     assert len(replay) == 0
     arguments["valid"] = np.array([True, False])
@@ -119,7 +119,7 @@ def test_an_action_that_is_not_finite_names_its_environment():
     arguments = step()
     arguments["actions"][1, 2] = np.nan
     arguments["valid"][0] = False
-    with pytest.raises(ReplayError, match="action = .*nan.* of environment 1"):
+    with pytest.raises(ReplayError, match=r"action = .*nan.* of environment 1"):
         replay.add(**arguments)
 
 
@@ -178,10 +178,10 @@ def test_what_cannot_fit_is_refused_with_the_numbers(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=message + rf"at most {fits}, or .*share_next.*folder"):
         ReplayBuffer(IMAGE_SPEC, 10**7, 1, gamma=0.9)
     # Each of four shards would fit, but not all four.
-    with pytest.raises(ConfigError, match="of memory, 1.0 GB"):
+    with pytest.raises(ConfigError, match=r"of memory, 1.0 GB"):
         ShardedReplay.create(4, IMAGE_SPEC, 8 * 10**6, 4, gamma=0.9)
     monkeypatch.setattr(buffer, "free_disk", lambda folder: 2 * 10**6)
-    with pytest.raises(ConfigError, match="GB of disk space in .*, 2.0 MB are available"):
+    with pytest.raises(ConfigError, match=r"GB of disk space in .*, 2.0 MB are available"):
         ReplayBuffer(IMAGE_SPEC, 10**7, 1, gamma=0.9, folder=tmp_path / "new" / "er")
     assert not (tmp_path / "new").exists()
 
@@ -191,7 +191,7 @@ def test_memory_that_the_system_refuses_is_a_clear_error(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(storage.np, "zeros", refuse)
-    with pytest.raises(ConfigError, match="capacity = 100: the replay needs 3.4 kB of memory"):
+    with pytest.raises(ConfigError, match=r"capacity = 100: the replay needs 3.4 kB of memory"):
         ReplayBuffer(VECTOR_SPEC, 100, 1, gamma=0.9)
 
 

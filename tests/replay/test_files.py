@@ -27,13 +27,13 @@ cases = st.fixed_dictionaries(
         "share_next": st.booleans(),
         "prioritized": st.booleans(),
         "next_step_reset": st.booleans(),
-        "before": st.integers(0, 20),
+        "before": st.integers(1, 20),
         "after": st.integers(0, 20),
         "seed": st.integers(0, 2**32 - 1),
     }
 )
 quick = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -122,6 +122,8 @@ def test_a_restored_replay_goes_on_as_one_that_was_never_interrupted(
     restored = build(case, folder, n_shards)
     restored.restore(state)
     assert len(restored) == len(uninterrupted)
+    if len(restored):
+        assert_same([restored.sample(rng, 50)], [uninterrupted.sample(other_rng, 50)])
     assert_same(
         train(restored, stream, rng, case["after"]),
         train(uninterrupted, other_stream, other_rng, case["after"]),
@@ -149,11 +151,15 @@ def test_what_was_overwritten_after_the_checkpoint_is_left_out(tmp_path, caplog,
             replay.restore(state)
         lost = saved - len(replay)
         assert (f"{lost} of the oldest transitions" in caplog.text) == (lost > 0)
+        replay.end_episodes()  # the environments did not go back to the checkpoint
+        stream.restart()
     assert lost <= case["after"] * case["n_envs"] * (1 + case["share_next"])
     if not case["after"]:
         assert lost == 0
     if len(replay):
         # What is left is as it was, and of each environment the newest.
+        stored = np.flatnonzero(replay.eligible)
+        replay.update_priorities(stored, np.ones(len(stored)))
         numbers = set(numbers_of(case["spec"], replay.sample(rng, 1000).observations))
         assert numbers <= set(kept.expected)
         kept.expected = {n: kept.expected[n] for n in numbers}
@@ -179,9 +185,13 @@ def test_a_state_in_memory_can_be_taken_into_files(tmp_path):
     replay, stream = build(CASE), stream_of(CASE)
     train(replay, stream, np.random.default_rng(0), 20)
     in_files = build(CASE, tmp_path)
+    train(in_files, stream_of(CASE), np.random.default_rng(0), 3)
+    overwritten = in_files.state()
     in_files.restore(replay.state())
     in_files.close()
     reopened = build(CASE, tmp_path)
+    with pytest.raises(CheckpointError, match="not those of this checkpoint"):
+        reopened.restore(overwritten)
     reopened.restore(in_files.state())
     rng = np.random.default_rng
     assert_same([reopened.sample(rng(1), 50)], [replay.sample(rng(1), 50)])
@@ -257,6 +267,21 @@ def test_a_folder_that_another_run_has_used_since_is_refused(tmp_path):
     third.close()
 
 
+def test_a_new_run_in_a_used_folder_resumes_exactly(tmp_path, caplog):
+    first = build(CASE, tmp_path)
+    train(first, stream_of(CASE), np.random.default_rng(0), 100)
+    first.close()
+    second = build(CASE, tmp_path)
+    train(second, stream_of(CASE), np.random.default_rng(0), 20)
+    state = second.state()
+    second.close()
+    resumed = build(CASE, tmp_path)
+    resumed.restore(state)
+    assert len(resumed) == len(second) == 16
+    assert not caplog.records
+    resumed.close()
+
+
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
     allocated = []
 
@@ -266,7 +291,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
         allocated.append(length)
 
     monkeypatch.setattr(os, "posix_fallocate", fill)
-    with pytest.raises(ConfigError, match="cannot allocate 5.* bytes .*No space left on device"):
+    with pytest.raises(ConfigError, match=r"cannot allocate 5.* bytes .*No space left on device"):
         build(CASE, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["replay.lock"]
     monkeypatch.undo()
