@@ -219,7 +219,6 @@ class DQN(OffPolicyAlgorithm):
             "q_mean": float(q.mean()),
             "loss": float((loss * batch.weights).mean()),
             "exploration": self.exploration(progress),
-            "updates": float(self.steps),
             **self.watch.update(self.graph.norms.asnumpy()),
         }
         return metrics, np.abs(error)

@@ -85,7 +85,8 @@ class OffPolicyTrainer(Trainer):
         seconds = time.perf_counter() - start
         return {
             **self.episodes.summary(),
-            **{f"{self.config.algo}/{name}": value for name, value in _means(losses).items()},
+            **{f"{self.config.algo}/{name}": value for name, value in _summary(losses).items()},
+            f"{self.config.algo}/updates": float(self.updates),
             "replay/size": float(len(self.replay)),
             "time/rollout_seconds": seconds - update_seconds,
             "time/update_seconds": update_seconds,
@@ -159,8 +160,12 @@ class OffPolicyTrainer(Trainer):
         return self.loop.restore(state["loop"], reset_seed)
 
 
-def _means(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the rows; empty where there are none."""
+_COUNTS = ("grad_exploding", "grad_non_finite")
+
+
+def _summary(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the rows, the last of each count; empty where there are none."""
     if not rows:
         return {}
-    return {name: math.fsum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    means = {name: math.fsum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    return {name: rows[-1][name] if name in _COUNTS else x for name, x in means.items()}
