@@ -95,7 +95,9 @@ class PipelineConfig(Section):
     inference: str = Field("local", choices=("local", "server"))
     """Whether each worker runs the policy, or a server does for all of them in batches."""
     placement: str = Field("colocated", choices=("colocated", "separate"))
-    """Whether workers and learner share the cores, or each have their own."""
+    """Whether workers and learner share cores and devices, or each have their own."""
+    devices: tuple[int, ...] = Field(())
+    """Ascend devices that 'separate' divides; none given, those that the environment grants."""
     max_staleness: int = Field(4, ge=0)
     """Versions of the policy a sample may be behind; 0 is synchronous training."""
     stale: str = Field("drop", choices=("drop", "down_weight"))

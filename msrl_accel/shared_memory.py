@@ -153,6 +153,13 @@ class SharedBlock:
             raise gone
         return block
 
+    def drop(self, start: int, stop: int) -> None:
+        """Give the system back the whole pages in `memory[start:stop]`; they read as zeros."""
+        begin = -(-(ALIGNMENT + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (ALIGNMENT + stop) // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._map is not None and begin < end and hasattr(mmap, "MADV_REMOVE"):
+            self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
+
     def close(self) -> None:
         """Unmap; arrays that still view the memory keep it mapped until they go."""
         self.memory = self._token = np.empty(0, np.uint8)

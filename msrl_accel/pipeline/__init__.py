@@ -15,6 +15,9 @@ def trainer_class(config: TrainConfig) -> type[Trainer]:
     from msrl_accel.algorithms.base import OffPolicyAlgorithm
 
     if config.pipeline.mode == "async":
+        from msrl_accel.envs.workers import stop_if_importing_main
+
+        stop_if_importing_main()
         from msrl_accel.pipeline.async_ import AsyncTrainer
 
         return AsyncTrainer

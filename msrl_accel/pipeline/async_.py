@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import time
-from dataclasses import fields
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
 from msrl_accel import envs
 from msrl_accel.algorithms.base import OnPolicyAlgorithm
+from msrl_accel.config import TrainConfig
 from msrl_accel.envs.base import VectorEnv
-from msrl_accel.envs.workers import stop_if_importing_main
-from msrl_accel.errors import ConfigError, PipelineError
+from msrl_accel.errors import EnvError, PipelineError
 from msrl_accel.metrics import EpisodeStats
-from msrl_accel.pipeline.placement import learner_place, worker_place
+from msrl_accel.pipeline.memory import MemoryWatch
+from msrl_accel.pipeline.placement import places
 from msrl_accel.pipeline.shared_queue import SharedQueue, Slot
+from msrl_accel.pipeline.slots import (
+    SlotNumbers,
+    join_columns,
+    slot_episodes,
+    slot_layout,
+    slot_numbers,
+    slot_trajectories,
+    take_columns,
+)
 from msrl_accel.pipeline.staleness import StalenessManager, lag_learning_rate
+from msrl_accel.pipeline.stepping import Layout, check_config, lay_out
 from msrl_accel.pipeline.timeline import Timeline
 from msrl_accel.pipeline.trainer import Trainer
 from msrl_accel.pipeline.watchdog import START_SECONDS, WorkerPool
-from msrl_accel.pipeline.worker import STATS, WorkerTask, run_worker, slot_layout, slot_trajectories
+from msrl_accel.pipeline.worker import WorkerTask, run_worker
 from msrl_accel.publish import WeightStore
+from msrl_accel.rollout_engine import CALLS_PER_REBUILD
+from msrl_accel.run import Run
 from msrl_accel.trajectories import Trajectories
 
+logger = logging.getLogger("msrl_accel")
+
 _POLL_SECONDS = 0.1
+_SUPERVISE_SECONDS = 0.05
 
 
 class AsyncTrainer(Trainer):
@@ -36,32 +52,65 @@ class AsyncTrainer(Trainer):
     """
 
     algorithm: OnPolicyAlgorithm
+    staleness: StalenessManager
+    queue: SharedQueue
+    store: WeightStore
+    pool: WorkerPool
+
+    def __init__(self, config: TrainConfig, run: Run) -> None:
+        check_config(config)
+        self.options = config.pipeline
+        self.stack = ExitStack()
+        learner, self.worker_places = places(config)
+        # Before MindSpore starts its threads and opens its device.
+        self.stack.enter_context(learner.applied())
+        try:
+            super().__init__(config, run)
+        except BaseException:
+            self.stack.close()
+            raise
 
     def make_env(self) -> VectorEnv:
-        """One environment, for its spaces: those that train are in the workers."""
-        stop_if_importing_main()
+        """One environment, to know its spaces and whether it waits; the workers have their own."""
         config = self.config
         return envs.make_vector(config.env, 1, kwargs=config.env_kwargs, backend="sync")
 
     def build(self) -> None:
-        config, options = self.config, self.config.pipeline
-        if not isinstance(self.algorithm, OnPolicyAlgorithm):
-            raise ConfigError(
-                f"pipeline.mode = 'async': {config.algo} learns from a replay; use mode sync"
-            )
-        self.options = options
+        config = self.config
+        self.layout: Layout = lay_out(config, self.env)
         self.episodes = EpisodeStats(config.n_envs)
         self.shuffle_rng = np.random.default_rng(np.random.SeedSequence(config.seed).spawn(2)[1])
         self.version = 0
         self.attempt = 0
-        self.columns = math.gcd(config.n_envs, options.envs_per_worker)
-        self.batch_slots = config.n_envs // self.columns
-        self.queue: SharedQueue | None = None
-        self.timeline = Timeline(self.run.path / "trace.json" if options.trace else None)
+        self.reward_statistics: dict[str, list[float]] = {}
+        """Mean, variance and count of each worker's discounted returns."""
+        self.left: Trajectories | None = None
+        """What the last update did not take of a slot."""
+        self.started = False
+        self.timeline = Timeline(self.run.path, self.options.trace)
+        self.stack.callback(self.timeline.close)
+        self.memory = MemoryWatch(self._shrink)
+        self.supervise_at = 0.0
+        self.env.close()
+
+    def train(self) -> str | None:
+        try:
+            return super().train()
+        except (EnvError, PipelineError) as error:
+            if self.step == 0:
+                raise
+            if self.step != self.saved_step:
+                self.save()
+            raise type(error)(
+                f"{error}\nThe checkpoint of step {self.saved_step:,} is kept; to go on from it: "
+                f"python -m msrl_accel.train --resume {self.run.path}"
+            ) from error
+        finally:
+            self._end_workers()  # the closing evaluation has the machine to itself
 
     def iterate(self) -> dict[str, float]:
         """One update on the next trajectories that arrive; nothing if a stop was asked for."""
-        if self.queue is None:
+        if not self.started:
             self._start()
         start = time.monotonic()
         slots = self._gather()
@@ -69,147 +118,193 @@ class AsyncTrainer(Trainer):
             return {}
         gathered = time.monotonic()
         batch, collection = self._take(slots)
-        versions = batch.versions
-        weights = self.staleness.weigh(versions)
-        lag = float(self.staleness.lag(versions).mean())
-        losses: dict[str, float] = {}
-        if (weights * batch.valid).any():
-            losses = self.algorithm.update(
-                batch,
-                self.step / self.config.total_steps,
-                self.shuffle_rng,
-                sample_weights=None if (weights == 1).all() else weights,
-                learning_rate_scale=lag_learning_rate(1.0, lag, self.options.lag_discount),
-            )
-        updated = time.monotonic()
+        taken = time.monotonic()
+        losses = self._update(batch)
         if self.statistics is not None:
             self.statistics.update(tuple(map(batch.flat, batch.observations)))
+        updated = time.monotonic()
         self._publish()
         published = time.monotonic()
+        self.memory.check()
         steps = int(batch.valid.sum())
         self.step += steps
         self.iteration += 1
         total = published - start
-        self.timeline.add("learner", "wait", start, gathered)
-        self.timeline.add("learner", "update", gathered, updated)
-        self.timeline.add("learner", "publish", updated, published)
+        depth = self.queue.stats()["ready"] / self.layout.slots_per_update
+        staleness = self.staleness.metrics()
+        self.timeline.span("learner", "wait", start, gathered)
+        self.timeline.span("learner", "take", gathered, taken)
+        self.timeline.span("learner", "update", taken, updated)
+        self.timeline.span("learner", "publish", updated, published)
+        self.timeline.count("queue depth", published, depth)
+        self.timeline.count("version lag", published, staleness["lag_mean"])
         return {
             **self.episodes.summary(),
             **{f"{self.config.algo}/{name}": value for name, value in losses.items()},
-            **{f"staleness/{name}": x for name, x in self.staleness.metrics().items()},
+            **{f"staleness/{name}": x for name, x in staleness.items()},
             **collection,
-            "pipeline/queue_depth": float(self.queue_ready()),
-            "pipeline/restarts": float(self.pool.restarts),
+            "pipeline/version": float(self.version),
+            "pipeline/queue_depth": depth,
             "pipeline/learner_idle_share": (gathered - start) / total,
-            "time/rollout_seconds": gathered - start,
-            "time/update_seconds": updated - gathered,
+            "pipeline/restarts": float(self.pool.restarts),
+            "pipeline/discarded": float(self.queue.reclaimed),
+            "pipeline/memory_share": self.memory.share,
+            "time/wait_seconds": gathered - start,
+            "time/take_seconds": taken - gathered,
+            "time/update_seconds": updated - taken,
             "time/publish_seconds": published - updated,
             "time/steps_per_second": steps / total,
         }
 
-    def queue_ready(self) -> int:
-        """Trajectory slots that wait for the learner."""
-        assert self.queue is not None
-        return self.queue.stats()["ready"]
+    def _update(self, batch: Trajectories) -> dict[str, float]:
+        """Train on a batch, weighed by its lag; nothing where all of it is too old."""
+        weights = self.staleness.weigh(batch.versions)
+        if not (weights * batch.valid).any():
+            return {}
+        lag = float(self.staleness.lag(batch.versions).mean())
+        return self.algorithm.update(
+            batch,
+            self.step / self.config.total_steps,
+            self.shuffle_rng,
+            sample_weights=None if (weights == 1).all() else weights,
+            learning_rate_scale=lag_learning_rate(1.0, lag, self.options.lag_discount),
+        )
 
     def _start(self) -> None:
         """Make the queue and the weight store, and start the workers."""
-        options = self.options
-        learner_place(options).apply()
-        n_steps = self.algorithm.n_steps
+        config, options, layout = self.config, self.options, self.layout
         self.staleness = StalenessManager(
-            options.max_staleness, self.batch_slots, version=self.version, stale=options.stale
+            options.max_staleness,
+            config.n_envs,
+            group=layout.columns,
+            quota=layout.quota,
+            version=self.version,
+            stale=options.stale,
         )
         self.queue = SharedQueue(
-            slot_layout(self.spec, n_steps, self.columns),
-            options.workers + self.batch_slots * options.queue_size,
+            slot_layout(self.spec, self.algorithm.n_steps, layout.columns),
+            layout.slots(options.queue_size),
             self.staleness,
         )
+        self.stack.callback(self.queue.close)
+        self.queue_size = options.queue_size
         arrays = self.algorithm.policy.arrays()
         self.store = WeightStore.create(arrays)
+        self.stack.callback(self.store.close)
         self.store.publish(self.version, arrays)
         self.pool = WorkerPool(
             options.workers,
             run_worker,
             self._task,
-            lambda index: self.queue and self.queue.reclaim(f"worker {index}"),
+            self._worker_ended,
+            env_id=config.env,
             hang_seconds=options.hang_seconds,
             max_restarts=options.max_restarts,
         )
+        self.started = True
+        self.stack.callback(self._end_workers)
         self.pool.start()
 
-    def _task(self, index: int, attempt: int) -> WorkerTask:
-        assert self.queue is not None
+    def _task(self, index: int, attempt: int, report: str) -> WorkerTask:
+        known = self.reward_statistics
+        statistics = known.get(str(index)) or max(known.values(), key=lambda s: s[2], default=None)
         return WorkerTask(
             index=index,
             attempt=self.attempt + attempt,
             config=self.config,
+            n_envs=self.layout.envs_per_worker,
             n_steps=self.algorithm.n_steps,
-            columns=self.columns,
+            apart=self.layout.apart,
             engine=self.engine.kind,
             model=self.engine.model,
+            weights_as_inputs=self.layout.apart or self.algorithm.n_steps <= CALLS_PER_REBUILD,
             weights=self.store.handle,
             queue=self.queue.producer(f"worker {index}"),
             heartbeats=self.pool.heartbeats,
-            place=worker_place(self.options, index),
+            report=report,
+            place=self.worker_places[index],
+            reward_statistics=None if statistics is None else (*statistics,),  # type: ignore[arg-type]
         )
+
+    def _worker_ended(self, index: int) -> None:
+        self.queue.reclaim(f"worker {index}")
+        self.timeline.mark(f"worker {index}", "replaced")
 
     def _gather(self) -> list[Slot]:
         """Slots of one update; none once a stop was asked for.
 
         Raises:
-            PipelineError: none came for as long as workers may take to start and hang.
+            EnvError: a worker failed too often.
+            PipelineError: no worker fills a slot, nor starts to for a long time.
         """
-        assert self.queue is not None
         slots: list[Slot] = []
-        limit = self.options.hang_seconds * (1 + self.options.max_restarts) + START_SECONDS
-        deadline = time.monotonic() + limit
-        while len(slots) < self.batch_slots:
+        missing = self.config.n_envs - (0 if self.left is None else self.left.valid.shape[1])
+        stuck_since = time.monotonic()
+        while missing > 0:
             slot = self.queue.try_get(_POLL_SECONDS)
-            self.pool.supervise()
+            self._supervise()
             if self.stopping:
                 return []
             if slot is not None:
                 slots.append(slot)
-                self.pool.delivered(int(slot.producer.split()[1]))
-                deadline = time.monotonic() + limit
-            elif time.monotonic() > deadline:
+                missing -= self.layout.columns
+                self.pool.delivered(_worker_index(slot))
+            if slot is not None or self.queue.stats()["filling"]:
+                stuck_since = time.monotonic()  # the watchdog knows whether those are alive
+            elif time.monotonic() - stuck_since > self._patience:
                 raise PipelineError(
-                    f"rollout: no trajectory came for {limit:g} s though the workers are alive; "
-                    f"lower {self.config.algo}.n_steps or raise pipeline.hang_seconds"
+                    f"rollout: no trajectory was begun for {self._patience:g} s; "
+                    f"{self.pool.describe()}"
                 )
         # The same order in every run where the lag leaves no choice (max_staleness 0).
-        return sorted(slots, key=lambda slot: slot.producer)
+        return sorted(slots, key=_worker_index)
+
+    def _supervise(self) -> None:
+        if time.monotonic() >= self.supervise_at:
+            self.pool.supervise()
+            self.supervise_at = time.monotonic() + _SUPERVISE_SECONDS
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that workers may take to fail, be restarted, and begin a trajectory."""
+        return START_SECONDS + self.options.hang_seconds * (1 + self.options.max_restarts)
 
     def _take(self, slots: list[Slot]) -> tuple[Trajectories, dict[str, float]]:
         """One batch from the slots, which are given back, and what the workers say of it."""
-        assert self.queue is not None
         parts = [slot_trajectories(slot) for slot in slots]
-        names = [f.name for f in fields(Trajectories) if f.name != "observations"]
-        batch = Trajectories(
-            observations=tuple(
-                np.concatenate(x, axis=1) for x in zip(*(part.observations for part in parts))
-            ),
-            **{name: np.concatenate([getattr(p, name) for p in parts], axis=1) for name in names},
-        )
-        stats = np.array([slot.arrays["stats"] for slot in slots])
-        for slot, row in zip(slots, stats):
-            numbers = dict(zip(STATS, row))
-            episodes = slot.arrays["episodes"][: int(numbers["episodes"])]
+        joined = join_columns(parts if self.left is None else [self.left, *parts])
+        n = self.config.n_envs
+        rest = joined.valid.shape[1] - n
+        batch = take_columns(joined, slice(n)) if rest else joined
+        self.left = take_columns(joined, slice(n, None)) if rest else None
+        numbers = [slot_numbers(slot) for slot in slots]
+        for slot, x in zip(slots, numbers):
+            episodes = slot_episodes(slot)
             self.episodes.add(episodes[:, 0], episodes[:, 1])
-            self.timeline.add(slot.producer, "collect", numbers["begin"], numbers["end"])
-            begin = numbers["begin"] - numbers["blocked"]
-            self.timeline.add(slot.producer, "blocked", begin, numbers["begin"])
+            self.reward_statistics[str(_worker_index(slot))] = list(x[-4:-1])
+            track = slot.producer
+            if x.environment >= 0:
+                track += f", environment {x.environment:.0f}"
+            self.timeline.span(track, "blocked", x.begin - x.blocked, x.begin)
+            self.timeline.span(track, "collect", x.begin, x.end)
             self.queue.release(slot)
-        return batch, _collection_metrics(dict(zip(STATS, stats.T)))
+        steps = self.algorithm.n_steps * self.layout.columns
+        return batch, collection_metrics(numbers, steps, self.options.workers)
 
     def _publish(self) -> None:
-        assert self.queue is not None
         self.version += 1
         if self.version % self.options.publish_interval == 0:
             self.store.publish(self.version, self.algorithm.policy.arrays())
         self.staleness.version = self.version
         self.queue.admit_again()
+
+    def _shrink(self) -> str:
+        """Halve the queue."""
+        before, self.queue_size = self.queue_size, max(self.queue_size // 2, 1)
+        if self.queue_size == before:
+            return ""
+        self.queue.shrink(self.layout.slots(before) - self.layout.slots(self.queue_size))
+        return f"garbage collected, queue made smaller, from {before} to {self.queue_size} updates"
 
     def evaluate(self, deterministic: bool) -> Any:
         self.engine.publish(self.version)
@@ -220,7 +315,8 @@ class AsyncTrainer(Trainer):
             "shuffle_rng": self.shuffle_rng.bit_generator.state,
             "episodes": self.episodes.state(),
             "version": self.version,
-            "attempt": self.attempt + 1 + (self.pool.restarts if self.queue is not None else 0),
+            "attempt": self.attempt + 1 + (self.pool.restarts if self.started else 0),
+            "reward_statistics": self.reward_statistics,
         }
 
     def restore_parts(self, state: dict[str, Any], reset_seed: int) -> bool:
@@ -229,24 +325,37 @@ class AsyncTrainer(Trainer):
         self.version = int(state["version"])
         # Streams that no worker has drawn from: new episodes must not repeat those before.
         self.attempt = int(state["attempt"])
+        self.reward_statistics = {k: list(v) for k, v in state["reward_statistics"].items()}
         return False
 
-    def close(self) -> None:
-        if self.queue is not None:
+    def _end_workers(self) -> None:
+        """Wake the workers by closing the queue they wait for, then end them."""
+        if self.started:
             self.queue.close()
             self.pool.close()
-            self.store.close()
-        self.timeline.close()
+
+    def close(self) -> None:
+        self.stack.close()
         super().close()
 
 
-def _collection_metrics(stats: dict[str, np.ndarray]) -> dict[str, float]:
-    """What the slots of one update say of the workers."""
-    busy, calls = stats["end"] - stats["begin"], stats["act_calls"].sum()
-    blocked = stats["blocked"].sum()
+def _worker_index(slot: Slot) -> int:
+    return int(slot.producer.split()[1])
+
+
+def collection_metrics(numbers: list[SlotNumbers], steps: int, workers: int) -> dict[str, float]:
+    """What the slots of one update, of `steps` steps each, say of the workers."""
+    x = SlotNumbers(*np.array(numbers).T)
+    elapsed = max(x.elapsed.sum(), 1e-9)
+    trajectories = max((x.end - x.begin + x.blocked).sum(), 1e-9)
+    calls = max(x.act_calls.sum(), 1)
+    busy = max(elapsed - x.idle.sum(), 1e-9) / workers
     return {
-        "pipeline/worker_blocked_share": float(blocked / max(blocked + busy.sum(), 1e-9)),
-        "pipeline/inference_ms": float(1e3 * stats["act_seconds"].sum() / max(calls, 1)),
-        "pipeline/inference_rows": float(stats["act_rows"].sum() / max(calls, 1)),
-        "pipeline/inference_share": float(stats["act_seconds"].sum() / max(busy.sum(), 1e-9)),
+        "pipeline/rollout_steps_per_second": steps * len(numbers) / busy,
+        "pipeline/worker_idle_share": x.idle.sum() / elapsed,
+        "pipeline/worker_blocked_share": x.blocked.sum() / trajectories,
+        "pipeline/inference_share": x.act_seconds.sum() / elapsed,
+        "pipeline/inference_ms": 1e3 * x.act_seconds.sum() / calls,
+        "pipeline/inference_ms_max": 1e3 * x.act_slowest.max(),
+        "pipeline/inference_rows": x.act_rows.sum() / calls,
     }

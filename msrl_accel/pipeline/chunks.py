@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import fields
-
 import numpy as np
 
 from msrl_accel.envs.base import StepResult
 from msrl_accel.envs.threads import ThreadVectorEnv
 from msrl_accel.normalize import RewardNormalizer
+from msrl_accel.pipeline.slots import copy_columns
 from msrl_accel.rollout import EnvironmentLoop
 from msrl_accel.runtime.base import ActResult, PolicyRuntime
 from msrl_accel.spaces import Observations
@@ -19,8 +17,16 @@ from msrl_accel.trajectories import Trajectories
 class ChunkCollector(EnvironmentLoop):
     """Collects chunks of `n_steps` steps of single environments as each environment gets there.
 
-    The policy acts on whichever environments have answered. A finished chunk becomes the next
-    column of the trajectories: quick environments give more columns than slow ones, and none waits.
+    The policy acts on whichever environments have answered, so that none waits for a slower one.
+    An environment whose chunk is finished rests until it is started again: its next action is
+    chosen then, by the weights of that time. ::
+
+        collector.reset(seed)
+        collector.start(np.arange(n))
+        while True:
+            for i in collector.advance():
+                collector.take(i, trajectories)     # [n_steps, 1]
+                collector.start(np.array([i]))
 
     Args:
         env: the environments.
@@ -45,32 +51,26 @@ class ChunkCollector(EnvironmentLoop):
         self.reward_normalizer = reward_normalizer
         self.chunks = Trajectories.empty(self.spec, n_steps, env.num_envs)  # one under way each
         self.filled = np.zeros(env.num_envs, np.int64)  # steps of it that have been taken
-        self.finished: deque[Trajectories] = deque()  # chunks that no trajectories had room for
 
     def reset(self, seed: int | None) -> None:
         super().reset(seed)
+        self.observations = self.spec.cast(self.observations)
         self.filled[:] = 0
-        self.finished.clear()
-        observations, acted = self._act(self.observations)
-        self._begin_steps(np.arange(self.env.num_envs), observations, acted)
 
-    def collect(self, into: Trajectories) -> Trajectories:
-        """Fill trajectories [n_steps, M, ...] with M chunks of any environments."""
-        if not self.observations:
-            self.reset(None)
-        for column in range(into.valid.shape[1]):
-            while not self.finished:
-                self._advance()
-            _copy_column(self.finished.popleft(), 0, into, column)
-        return into
+    def start(self, indices: np.ndarray) -> None:
+        """Begin the next chunks of environments [M] that rest."""
+        self.filled[indices] = 0
+        observations = tuple(x[indices] for x in self.observations)
+        self._begin_steps(indices, observations, self._act(observations))
 
-    def _advance(self) -> None:
-        """Wait for at least one environment, and let it go on."""
+    def advance(self) -> list[int]:
+        """Wait for at least one environment and let it go on; returns those that have finished."""
         indices, step = self.env.receive()
         chunks, t = self.chunks, self.filled[indices]
         self._store_outcome(t, indices, step)
         # What the policy acts on next also values the successor of the step just taken ...
-        observations, acted = self._act(step.observations)
+        observations = self.spec.cast(step.observations)
+        acted = self._act(observations)
         chunks.next_values[t, indices] = acted.value
         cut = step.truncated & ~step.terminated
         if cut.any():  # ... but for episodes that were cut: there it is their final observation
@@ -78,31 +78,45 @@ class ChunkCollector(EnvironmentLoop):
             noise = self.spec.zero_noise((int(cut.sum()),))
             chunks.next_values[t[cut], indices[cut]] = self.runtime.act(final, noise).value
         self.filled[indices] += 1
-        for i in indices[self.filled[indices] == self.n_steps].tolist():
-            chunk = Trajectories.empty(self.spec, self.n_steps, 1)
-            _copy_column(chunks, i, chunk, 0)
-            self.finished.append(chunk)
-            self.filled[i] = 0
-        self._begin_steps(indices, observations, acted)
+        done = self.filled[indices] == self.n_steps
+        for kept, x in zip(self.observations, observations):
+            kept[indices[done]] = x[done]
+        if not done.all():
+            on = ~done
+            self._begin_steps(indices[on], tuple(x[on] for x in observations), acted, on)
+        finished: list[int] = indices[done].tolist()
+        return finished
 
-    def _act(self, observations: Observations) -> tuple[Observations, ActResult]:
-        """The policy's actions, and the observations it saw."""
-        cast = self.spec.cast(observations)
-        noise = self.spec.draw_noise(self.rng, (len(cast[0]),))
-        return cast, self.runtime.act(cast, noise)
+    def take(self, index: int, into: Trajectories) -> None:
+        """Copy the finished chunk of an environment into trajectories [n_steps, 1]."""
+        copy_columns(self.chunks, slice(index, index + 1), into)
+
+    def _act(self, observations: Observations) -> ActResult:
+        return self.runtime.act(
+            observations, self.spec.draw_noise(self.rng, (len(observations[0]),))
+        )
 
     def _begin_steps(
-        self, indices: np.ndarray, observations: Observations, acted: ActResult
+        self,
+        indices: np.ndarray,
+        observations: Observations,
+        acted: ActResult,
+        rows: np.ndarray | slice = slice(None),
     ) -> None:
-        """Note what the policy saw and did in environments `indices`, and start their steps."""
+        """Note what the policy saw and did in environments `indices`, and start their steps.
+
+        Args:
+            rows: of `acted` that are these environments'.
+        """
         chunks, t = self.chunks, self.filled[indices]
         for stored, x in zip(chunks.observations, observations):
             stored[t, indices] = x
-        chunks.raw_actions[t, indices] = acted.raw_action
-        chunks.log_probs[t, indices] = acted.log_prob
-        chunks.values[t, indices] = acted.value
+        chunks.raw_actions[t, indices] = acted.raw_action[rows]
+        chunks.log_probs[t, indices] = acted.log_prob[rows]
+        assert acted.value is not None
+        chunks.values[t, indices] = acted.value[rows]
         chunks.versions[t, indices] = self.runtime.version
-        self.env.send(indices, self.spec.to_environment(acted.action))
+        self.env.send(indices, self.spec.to_environment(acted.action[rows]))
 
     def _store_outcome(self, t: np.ndarray, indices: np.ndarray, step: StepResult) -> None:
         chunks, n = self.chunks, self.env.num_envs
@@ -117,14 +131,3 @@ class ChunkCollector(EnvironmentLoop):
         if self.reward_normalizer is not None:
             rewards = self.reward_normalizer(rewards, done, valid)
         chunks.rewards[t, indices] = rewards[indices]
-
-
-def _copy_column(source: Trajectories, i: int, target: Trajectories, j: int) -> None:
-    """Chunk i of one set of trajectories into column j of another."""
-    for name in _ARRAYS:
-        getattr(target, name)[:, j] = getattr(source, name)[:, i]
-    for a, b in zip(target.observations, source.observations):
-        a[:, j] = b[:, i]
-
-
-_ARRAYS = tuple(f.name for f in fields(Trajectories) if f.name != "observations")

@@ -39,12 +39,12 @@ _JOIN_SECONDS = 5.0
 class Admission(Protocol):
     """Who may start a trajectory; see `staleness.StalenessManager`."""
 
-    def admit(self) -> bool:
-        """Whether one more trajectory may start now; True counts it as started."""
+    def admit(self, producer: str) -> bool:
+        """Whether a producer may start one more slot now; True counts it as started."""
         ...
 
-    def withdraw(self) -> None:
-        """A trajectory that was admitted will not be trained on."""
+    def withdraw(self, producer: str) -> None:
+        """A slot that was admitted will not be trained on."""
         ...
 
 
@@ -84,7 +84,7 @@ class Producer:
         self._layout = handle.layout
         self._pipe = handle.pipe
         self._held: set[int] = set()
-        self._asked = False
+        self._asked = 0
         self._closed = False
         self._send(_HELLO)
 
@@ -103,16 +103,21 @@ class Producer:
             )
         return slot
 
+    def ask(self, count: int = 1) -> None:
+        """Queue up for so many more slots, which `try_acquire` then gives one by one."""
+        for _ in range(count):
+            self._send(_ACQUIRE)
+        self._asked += count
+
     def try_acquire(self, timeout: float) -> Slot | None:
         """As `acquire`, but None where there was no free slot; asking again keeps the turn."""
         if not self._asked:
-            self._send(_ACQUIRE)
-            self._asked = True
+            self.ask()
         with self._broken_pipe_is_closed():
             if not self._pipe.poll(timeout):
                 return None
             _, number = _MESSAGE.unpack(self._pipe.recv_bytes(_MESSAGE.size))
-        self._asked = False
+        self._asked -= 1
         self._held.add(number)
         return Slot(number, _slot_views(self._block, self._layout, number), self.name)
 
@@ -160,7 +165,6 @@ class _Member:
         self.pipe = pipe
         self.child_pipe = child_pipe
         """Kept open until the process has its own copy, which its first message tells."""
-        self.waiting = False
         self.holds: set[int] = set()
 
     def send(self, kind: bytes, number: int) -> None:
@@ -190,6 +194,7 @@ class SharedQueue:
         self.slots = slots
         self.reclaimed = 0
         """Slots taken back from producers that ended while they held them."""
+        self._surplus = 0  # slots to retire as they become free
         self._admission = admission
         self._block = SharedBlock.create("trajectories", slots * layout_nbytes(self.layout))
         self._condition = threading.Condition()
@@ -248,7 +253,7 @@ class SharedQueue:
         """Give a slot back for the next trajectory; its arrays are not to be used any more."""
         with self._condition:
             if not self._closed:
-                self._free.append(slot.number)
+                self._make_free(slot.number)
                 self._grant()
 
     def reclaim(self, name: str) -> int:
@@ -268,6 +273,15 @@ class SharedQueue:
         with self._condition:
             if not self._closed:
                 self._grant()
+
+    def shrink(self, count: int) -> None:
+        """Retire `count` slots, now or as they become free, and give their memory back."""
+        with self._condition:
+            self._check_open()
+            self.slots -= count
+            self._surplus += count
+            for _ in range(len(self._free)):
+                self._make_free(self._free.popleft())
 
     def stats(self) -> dict[str, int]:
         """Trajectories ready, being filled, and producers that wait for a slot."""
@@ -336,14 +350,28 @@ class SharedQueue:
             self._condition.notify_all()
         elif kind == _DISCARD:
             member.holds.remove(number)
-            self._take_back([number])
+            self._take_back([number], member.name)
 
     def _grant(self) -> None:
         """Slots for those who wait, in turn, as long as there are any and they are admitted."""
-        while self._turns and self._free and (self._admission is None or self._admission.admit()):
-            member, number = self._turns.popleft(), self._free.popleft()
+        refused: deque[_Member] = deque()
+        while self._turns and self._free:
+            member = self._turns.popleft()
+            if self._admission is not None and not self._admission.admit(member.name):
+                refused.append(member)
+                continue
+            number = self._free.popleft()
             member.holds.add(number)
             member.send(_GRANT, number)
+        self._turns.extendleft(reversed(refused))
+
+    def _make_free(self, number: int) -> None:
+        if not self._surplus:
+            self._free.append(number)
+            return
+        self._surplus -= 1
+        size = layout_nbytes(self.layout)
+        self._block.drop(number * size, (number + 1) * size)
 
     def _remove(self, name: str) -> int:
         member = self._members.pop(name, None)
@@ -352,14 +380,14 @@ class SharedQueue:
         self._leaving.append(member)
         self._turns = deque(other for other in self._turns if other is not member)
         self.reclaimed += len(member.holds)
-        self._take_back(sorted(member.holds))
+        self._take_back(sorted(member.holds), name)
         return len(member.holds)
 
-    def _take_back(self, numbers: list[int]) -> None:
+    def _take_back(self, numbers: list[int], name: str) -> None:
         for number in numbers:
-            self._free.append(number)
+            self._make_free(number)
             if self._admission is not None:
-                self._admission.withdraw()
+                self._admission.withdraw(name)
         self._grant()
 
     def _nudge(self) -> None:

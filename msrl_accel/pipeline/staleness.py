@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import numpy as np
 
@@ -38,13 +39,24 @@ class StalenessManager:
     Args:
         max_staleness: versions.
         batch: trajectories trained on between two versions.
+        group: trajectories that start together, by one admission.
+        quota: trajectories that one producer may start within a version; None leaves that open.
+            With max_staleness 0 and an equal share for each, what is trained on does not depend on
+            who is faster.
         version: of the policy now; the versions before it count as trained on.
         stale: what happens to samples of a larger lag: 'drop' gives them weight 0, 'down_weight'
             (1 + max_staleness) / (1 + lag).
     """
 
     def __init__(
-        self, max_staleness: int, batch: int, *, version: int = 0, stale: str = "drop"
+        self,
+        max_staleness: int,
+        batch: int,
+        *,
+        group: int = 1,
+        quota: int | None = None,
+        version: int = 0,
+        stale: str = "drop",
     ) -> None:
         if max_staleness < 0 or batch < 1:
             raise ConfigError(
@@ -54,9 +66,12 @@ class StalenessManager:
             raise ConfigError(f"stale = {stale!r}: expected 'drop' or 'down_weight'")
         self.max_staleness = max_staleness
         self.batch = batch
+        self.group = group
+        self.quota = quota
         self.stale = stale
         self._version = version
         self._admitted = version * batch
+        self._started: Counter[str] = Counter()  # in this version, by producer
         self._lock = threading.Lock()
         self._forget()
 
@@ -69,27 +84,32 @@ class StalenessManager:
     def version(self, version: int) -> None:
         with self._lock:
             self._version = version
+            self._started.clear()
 
     @property
     def capacity(self) -> int:
         """Trajectories that may start now."""
         return (self.max_staleness + self._version + 1) * self.batch - self._admitted
 
-    def admit(self) -> bool:
-        """Start a trajectory, if there is capacity."""
+    def admit(self, producer: str = "") -> bool:
+        """Start a group of trajectories, if there is capacity for it."""
         with self._lock:
-            if self.capacity <= 0:
+            if self.capacity < self.group:
                 return False
-            self._admitted += 1
+            if self.quota is not None and self._started[producer] + self.group > self.quota:
+                return False
+            self._admitted += self.group
+            self._started[producer] += self.group
             return True
 
-    def withdraw(self) -> None:
-        """A trajectory that was admitted is not trained on: discarded, dropped, or its worker died.
+    def withdraw(self, producer: str = "") -> None:
+        """A group that was admitted is not trained on: discarded, dropped, or its worker died.
 
         Without this the capacity would shrink for ever.
         """
         with self._lock:
-            self._admitted -= 1
+            self._admitted -= self.group
+            self._started[producer] -= min(self.group, self._started[producer])
 
     def lag(self, versions: np.ndarray) -> np.ndarray:
         """Versions between the policies that made samples and the current one, in any shape."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from msrl_accel.envs import make_vector
 from msrl_accel.pipeline.chunks import ChunkCollector
@@ -32,30 +31,58 @@ def collector_of(env_id, n_envs, n_steps, runtime=ValuesTheObservation, **kwargs
     return ChunkCollector(env, runtime(spec), n_steps, np.random.default_rng(0))
 
 
-@pytest.mark.parametrize("columns", [1, 3, 7])
-def test_a_chunk_is_a_stretch_of_one_environment(columns):
+def collect(collector, count):
+    """That many finished chunks; environments go on at once."""
+    chunks = []
+    collector.reset(0)
+    collector.start(np.arange(collector.env.num_envs))
+    while len(chunks) < count:
+        for i in collector.advance():
+            chunks.append((i, Trajectories.empty(collector.spec, collector.n_steps, 1)))
+            collector.take(i, chunks[-1][1])
+            collector.start(np.array([i]))
+    return chunks
+
+
+def test_a_chunk_is_a_stretch_of_one_environment():
     # Counter observes [episode, step], rewards the step, and is truncated after 4 steps.
     collector = collector_of("faulty_envs:Counter-v0", 3, 6, faulty=False)
     with collector.env:
-        collector.reset(0)
-        last = {}
-        for _ in range(4):
-            chunks = collector.collect(Trajectories.empty(collector.spec, 6, columns))
-            for j in range(columns):
-                episode, count = chunks.observations[0][:, j].T
-                cut = count == 3
-                np.testing.assert_array_equal(chunks.rewards[:, j], count + 1)
-                np.testing.assert_array_equal(chunks.truncated[:, j], cut)
-                np.testing.assert_array_equal(count[1:], np.where(cut, 0, count + 1)[:-1])
-                np.testing.assert_array_equal(episode[1:], (episode + cut)[:-1])
-                # Of the true successor: the final observation where the episode was cut.
-                np.testing.assert_array_equal(chunks.next_values[:, j], 10 * episode + count + 1)
-                np.testing.assert_array_equal(chunks.values[:, j], 10 * episode + count)
-                start = 4 * episode[0] + count[0]
-                last[start] = last.get(start, 0) + 1
-        # Every environment went through the same steps, in chunks of 6, none twice or left out.
-        assert all(start % 6 == 0 and seen <= 3 for start, seen in last.items())
+        begun = {}
+        for i, chunk in collect(collector, 12):
+            episode, count = chunk.observations[0][:, 0].T
+            cut = count == 3
+            np.testing.assert_array_equal(chunk.rewards[:, 0], count + 1)
+            np.testing.assert_array_equal(chunk.truncated[:, 0], cut)
+            np.testing.assert_array_equal(count[1:], np.where(cut, 0, count + 1)[:-1])
+            np.testing.assert_array_equal(episode[1:], (episode + cut)[:-1])
+            # Of the true successor: the final observation where the episode was cut.
+            np.testing.assert_array_equal(chunk.next_values[:, 0], 10 * episode + count + 1)
+            np.testing.assert_array_equal(chunk.values[:, 0], 10 * episode + count)
+            begun.setdefault(i, []).append(4 * episode[0] + count[0])
+        for starts in begun.values():  # none of an environment's steps twice or left out
+            assert starts == [6 * k for k in range(len(starts))]
         assert collector.episodes.return_mean == 10.0
+
+
+def test_an_environment_rests_between_chunks_and_acts_by_the_newest_weights():
+    collector = collector_of("faulty_envs:Counter-v0", 2, 2, faulty=False)
+    chunk = Trajectories.empty(collector.spec, 2, 1)
+    with collector.env:
+        collector.reset(0)
+        collector.start(np.array([0, 1]))
+        finished = set()
+        while finished != {0, 1}:
+            finished |= set(collector.advance())
+        collector.runtime.version = 5
+        collector.start(np.array([1]))
+        while not collector.advance():
+            pass
+        collector.take(1, chunk)
+        np.testing.assert_array_equal(chunk.versions[:, 0], [5, 5])
+        np.testing.assert_array_equal(chunk.observations[0][:, 0], [[0, 2], [0, 3]])
+        collector.take(0, chunk)  # untouched
+        np.testing.assert_array_equal(chunk.versions[:, 0], [0, 0])
 
 
 class Counting(ValuesTheObservation):
@@ -69,5 +96,5 @@ class Counting(ValuesTheObservation):
 def test_steps_carry_the_version_that_chose_them():
     collector = collector_of("faulty_envs:Counter-v0", 1, 3, Counting, faulty=False)
     with collector.env:
-        chunk = collector.collect(Trajectories.empty(collector.spec, 3, 1))
+        ((_, chunk),) = collect(collector, 1)
         np.testing.assert_array_equal(chunk.versions[:, 0], [1, 2, 3])

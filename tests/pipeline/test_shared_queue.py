@@ -23,6 +23,7 @@ from pipeline_helpers import (
 from msrl_accel.errors import PipelineError
 from msrl_accel.pipeline.shared_queue import Producer, QueueClosed, SharedQueue
 from msrl_accel.pipeline.staleness import StalenessManager
+from msrl_accel.shared_memory import ArraySpec
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -281,6 +282,63 @@ def test_a_killed_producers_trajectory_is_withdrawn_from_the_admission():
         other.close()
         staleness.version = version + 1
         queue.admit_again()
+    queue.close()
+
+
+def test_slots_asked_for_together_come_one_by_one(queue):
+    producer = local_producer(queue)
+    producer.ask(2)
+    first, second = (producer.try_acquire(5) for _ in range(2))
+    until(lambda: queue.stats()["waiting_producers"] == 0)
+    assert {first.number, second.number} == {0, 1}
+    producer.ask(2)
+    assert producer.try_acquire(5).number == 2
+    assert producer.try_acquire(0.05) is None  # the second waits
+    producer.discard(first)
+    assert producer.try_acquire(5).number == first.number
+    producer.close()
+
+
+def test_a_producer_over_its_quota_holds_up_nobody():
+    staleness = StalenessManager(max_staleness=0, batch=2, quota=1)
+    queue = SharedQueue(LAYOUT, slots=4, admission=staleness)
+    quick, slow = (local_producer(queue, f"worker {i}") for i in range(2))
+    quick.commit(quick.acquire(5))
+    assert quick.try_acquire(0.05) is None
+    slow.commit(slow.acquire(5))
+    assert [queue.get(5).producer for _ in range(2)] == ["worker 0", "worker 1"]
+    staleness.version = 1
+    queue.admit_again()
+    quick.acquire(5)
+    for producer in (quick, slow):
+        producer.close()
+    queue.close()
+
+
+def test_a_queue_made_smaller_gives_slots_and_memory_back():
+    layout = (ArraySpec("x", (1 << 18,), "<f4"),)  # 1 MB
+    queue = SharedQueue(layout, slots=4)
+    producer = local_producer(queue)
+    held = [producer.acquire(5) for _ in range(3)]
+    for number, slot in enumerate(held):
+        slot.arrays["x"][:] = number
+
+    def resident():
+        return os.fstat(queue._block._descriptor).st_blocks * 512
+
+    before = resident()
+    queue.shrink(2)
+    assert before - resident() >= 0.9 * 2**20  # the free one at once
+    producer.commit(held[0])
+    slot = queue.get(5)
+    assert (slot.arrays["x"] == 0).all()
+    queue.release(slot)  # the other once it is free
+    assert before - resident() >= 1.9 * 2**20
+    assert producer.try_acquire(0.05) is None
+    assert all((slot.arrays["x"] == number).all() for number, slot in enumerate(held[1:], 1))
+    producer.discard(held[1])
+    assert producer.try_acquire(5).number == held[1].number
+    producer.close()
     queue.close()
 
 

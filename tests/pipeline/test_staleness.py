@@ -73,6 +73,28 @@ def test_a_withdrawn_trajectory_makes_room_for_another():
     assert manager.capacity == 2
 
 
+def test_a_group_starts_only_where_there_is_capacity_for_all_of_it():
+    manager = StalenessManager(1, 50, group=32)
+    assert admit_all(manager) == 3  # 96 of 100
+    manager.version = 1
+    assert manager.capacity == 54
+    assert admit_all(manager) == 1
+    manager.withdraw()
+    assert manager.capacity == 54
+
+
+def test_with_a_quota_the_quick_do_not_take_the_share_of_the_slow():
+    manager = StalenessManager(0, 4, group=2, quota=2)
+    for version in range(3):
+        assert manager.admit("quick")
+        assert not manager.admit("quick")
+        manager.withdraw("quick")  # it died; the next in its place may go on
+        assert manager.admit("quick")
+        assert not manager.admit("quick")
+        assert manager.admit("slow")
+        manager.version = version + 1
+
+
 def test_a_resumed_run_starts_with_the_capacity_of_a_new_one():
     assert StalenessManager(3, 8, version=1000).capacity == StalenessManager(3, 8).capacity
 
