@@ -89,17 +89,27 @@ class EnvFactory:
     """Picklable maker of environment number `index` of a vector environment.
 
     It carries the specification itself, so that a worker process need not have registered it.
+
+    Args:
+        own_process: whether the environment gets a process of its own, whose start must not fail:
+            what went wrong is raised by its reset.
     """
 
     def __init__(
-        self, env_id: str, spec: EnvSpec, kwargs: Mapping[str, Any] | None, index: int
+        self,
+        env_id: str,
+        spec: EnvSpec,
+        kwargs: Mapping[str, Any] | None,
+        index: int,
+        own_process: bool = False,
     ) -> None:
         self.label = f"{env_id}: environment {index}"
         self.spec = spec
         self.kwargs = dict(kwargs or {})
+        self.own_process = own_process
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
-        if multiprocessing.parent_process() is None:
+        if not self.own_process or multiprocessing.parent_process() is None:
             return NamedEnv(make_env(self.spec, self.kwargs), self.label)
         # Ctrl-C, and a scheduler's SIGTERM, reach the whole process group; the parent finishes its
         # iteration with the workers and then ends them.

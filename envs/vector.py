@@ -146,7 +146,9 @@ def make_async(
     timeout: float,
 ) -> VectorEnv:
     """Environments in one process each."""
-    factories = [EnvFactory(env_id, spec, kwargs, index) for index in range(num_envs)]
+    factories = [
+        EnvFactory(env_id, spec, kwargs, index, own_process=True) for index in range(num_envs)
+    ]
     env = WorkerVectorEnv(env_id, factories, timeout, **_SAME_STEP)
     return _adapt(env, env_id)
 

@@ -209,6 +209,7 @@ def check_resumable(run: Run, config: TrainConfig) -> None:
 def _identity(config: TrainConfig) -> dict[str, Any]:
     """The values, by key, that no resumed run may change."""
     values = {key: getattr(config, key) for key in ("algo", "env", "env_kwargs", "seed", "n_envs")}
+    values["pipeline.mode"] = config.pipeline.mode
     return {**values, **{f"policy.{key}": value for key, value in vars(config.policy).items()}}
 
 
