@@ -45,6 +45,8 @@ class EvaluationConfig(Section):
     """Episodes of each evaluation."""
     interval_steps: int = Field(0, ge=0)
     """Environment steps between evaluations; 0 evaluates at the end only."""
+    max_episode_steps: int = Field(100_000, ge=1)
+    """Steps after which an episode that has not ended is cut, with a warning."""
 
 
 class CheckpointConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,14 @@ import numpy as np
 from msrl_accel import envs
 from msrl_accel.acting import ActingPolicy
 from msrl_accel.config import TrainConfig
+from msrl_accel.config_sections import EvaluationConfig
 from msrl_accel.envs.base import VectorEnv
 from msrl_accel.runtime.base import PolicyRuntime, pad_rows
+
+logger = logging.getLogger("msrl_accel")
+
+MAX_EPISODE_STEPS = EvaluationConfig().max_episode_steps
+"""Longest episode of an evaluation, unless configured."""
 
 
 @dataclass
@@ -55,6 +62,7 @@ def evaluate_policy(
     deterministic: bool = True,
     seed: int = 0,
     batch_size: int | None = None,
+    max_episode_steps: int = MAX_EPISODE_STEPS,
 ) -> Evaluation:
     """Play whole episodes.
 
@@ -67,12 +75,14 @@ def evaluate_policy(
         seed: of the environments and of sampled actions.
         batch_size: pad each call of the policy to this many rows, so that a graph compiled for that
             batch serves.
+        max_episode_steps: an episode that takes more is cut there, which is logged as a warning;
+            its environment plays no other.
     """
     n = env.num_envs
     policy = ActingPolicy(runtime, seed)
     spec = runtime.spec
     quota = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
-    returns, lengths = np.zeros(n), np.zeros(n, np.int64)
+    returns, lengths, cut = np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.int64)
     finished: list[tuple[float, int]] = []
     observations = env.reset(seed)
     while quota.any():
@@ -83,11 +93,23 @@ def evaluate_policy(
         observations = step.observations
         returns += np.where(step.valid, step.rewards, 0.0)
         lengths += step.valid
-        for i in np.flatnonzero((step.terminated | step.truncated) & step.valid):
+        ended = (step.terminated | step.truncated) & step.valid
+        endless = ~ended & (quota > 0) & (lengths >= max_episode_steps)
+        cut += endless
+        for i in np.flatnonzero(ended | endless):
             if quota[i] > 0:
-                quota[i] -= 1
+                quota[i] = 0 if endless[i] else quota[i] - 1
                 finished.append((float(returns[i]), int(lengths[i])))
             returns[i], lengths[i] = 0.0, 0
+    if cut.any():
+        logger.warning(
+            "%d evaluation episodes of %s did not end within %d steps and were cut there: limit "
+            "them with max_episode_steps where the environment is registered, or with "
+            "--set env_kwargs.max_episode_steps=N",
+            cut.sum(),
+            env.env_id,
+            max_episode_steps,
+        )
     result = np.array(finished)
     return Evaluation(result[:, 0], result[:, 1].astype(np.int64), deterministic)
 
@@ -115,6 +137,7 @@ def evaluate_run_policy(
             deterministic=deterministic,
             seed=evaluation_seed(config) if seed is None else seed,
             batch_size=config.n_envs,
+            max_episode_steps=config.evaluation.max_episode_steps,
         )
 
 

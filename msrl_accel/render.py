@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -18,7 +19,11 @@ from msrl_accel.acting import ActingPolicy
 from msrl_accel.envs import make_single
 from msrl_accel.errors import ConfigError, EnvError, MsrlError
 
+logger = logging.getLogger("msrl_accel")
+
 SUFFIXES = (".gif", ".mp4")
+MAX_STEPS = 30_000
+"""Of an animation: an episode that never ends would take for ever."""
 _DEFAULT_FPS = 30.0
 _GIF_FPS = 50.0
 """Viewers slow down GIFs of a higher frame rate, so frames are left out instead."""
@@ -110,6 +115,9 @@ def _play(
     yield _frame(env, env_id)
     done = False
     while not done:
+        if episode.length == MAX_STEPS:
+            logger.warning("the episode of %s is cut: it took over %d steps", env_id, MAX_STEPS)
+            return
         action = policy.act(observation, deterministic)
         observation, reward, terminated, truncated, _ = env.step(action)
         episode.total_reward += float(reward)

@@ -199,7 +199,16 @@ def check_resumable(run: Run, config: TrainConfig) -> None:
 
     Raises:
         CheckpointError: algorithm, environment, seed, number of environments or policy differ.
+        ConfigError: it is to continue in another directory than its own.
     """
+    where = config.run_dir
+    if config.sources.get("run_dir") not in (None, str(run.path / CONFIG_FILE)) and (
+        where is not None and Path(where).resolve() != run.path.resolve()
+    ):
+        raise ConfigError(
+            f"run_dir = {where!r}: the run in {run.path} continues there; leave it out, or copy "
+            "the directory and resume the copy"
+        )
     theirs = _identity(run.config)
     for key, value in _identity(config).items():
         if value != theirs[key]:

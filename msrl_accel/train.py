@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,8 @@ def train(
             f"{given}: given besides a whole config; give only one of them, "
             "or the result of config.replace"
         )
-    return _train(config, resume)
+    run, _ = _train(config, resume)
+    return run
 
 
 def _saved_config(resume: str | Path | None, algo: str | None) -> Path | None:
@@ -71,7 +73,8 @@ def _saved_config(resume: str | Path | None, algo: str | None) -> Path | None:
     return run.path / CONFIG_FILE
 
 
-def _train(config: TrainConfig, resume: str | Path | None) -> Run:
+def _train(config: TrainConfig, resume: str | Path | None) -> tuple[Run, str | None]:
+    """The run, and the name of the signal that stopped it early."""
     trainer = _make_trainer(config, resume)
     run = trainer.run
     try:
@@ -81,15 +84,15 @@ def _train(config: TrainConfig, resume: str | Path | None) -> Run:
                 print(
                     _already_complete(run, trainer.step, config)
                 )  # even when quiet: nothing was done
-                return run
+                return run, None
             run.continue_as(config)
         stopped_by = trainer.train()
         run.save_plot()
         if stopped_by is not None:
             _say(config, _stopped(run, trainer.step, config))
-            return run
-        _evaluate(trainer)
-        return run
+        else:
+            _evaluate(trainer)
+        return run, stopped_by
     except KeyboardInterrupt:
         _say(config, _interrupted(run, trainer.saved_step, config))
         raise
@@ -180,20 +183,26 @@ def _already_complete(run: Run, step: int, config: TrainConfig) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 0, or 2 after one line about what is wrong."""
+    """Command line; returns the exit status.
+
+    0 for a complete run, 2 after one line about what is wrong, and as shells have it for one that
+    a signal stopped: 143 (SIGTERM) or 130 (SIGINT, which MindSpore may turn into SIGTERM) with a
+    checkpoint written, 130 where a second Ctrl-C did not wait for that.
+    """
     logging.basicConfig(format="%(levelname)s: %(message)s")
     warnings.formatwarning = lambda message, *_, **__: f"WARNING: {message}\n"
     try:
         args = build_parser(PROG).parse_args(argv)
         config_file = _saved_config(args.resume, args.algo)
-        _train(config_from_args(args, config_file=config_file), args.resume)
+        config = config_from_args(args, config_file=config_file)
+        _, stopped_by = _train(config, args.resume)
     except MsrlError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        return 128 + signal.SIGINT
+    return 0 if stopped_by is None else 128 + signal.Signals[stopped_by]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from msrl_accel.run import Run
 BATCH = 128
 """Environment steps of one iteration of `tiny`."""
 
+STOPPED = (130, 143)
+"""Exit statuses after Ctrl-C: once it has run a graph, MindSpore turns SIGINT into SIGTERM."""
+
 TINY = {
     "ppo.n_steps": 8,
     "ppo.batch_size": 32,

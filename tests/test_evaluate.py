@@ -15,10 +15,14 @@ from PIL import Image
 from run_helpers import BATCH, tiny
 
 from msrl_accel import render, train
+from msrl_accel.envs import make_vector
 from msrl_accel.errors import CheckpointError, ConfigError, EnvError, MsrlError
 from msrl_accel.evaluate import evaluate, main
+from msrl_accel.evaluation import evaluate_policy
 from msrl_accel.render import render_episode
 from msrl_accel.run import Run
+from msrl_accel.runtime.base import ActResult
+from msrl_accel.spaces import PolicySpec
 
 no_curves = run_helpers.no_curves
 
@@ -154,8 +158,56 @@ class Screen(gymnasium.Env):
         return np.full((33, 47, 3), 60 * self.count, np.uint8)
 
 
+class Endless(Screen):
+    """Ends after four steps where the action is 0, otherwise never."""
+
+    def step(self, action):
+        self.count += 1
+        return np.zeros(1, np.float32), 2.0, False, action == 0 and self.count == 4, {}
+
+    def render(self):
+        return np.full((33, 47, 3), 30 * self.count, np.uint8)
+
+
 gymnasium.register("Screen-v0", entry_point=Screen)
+gymnasium.register("Endless-v0", entry_point=Endless)
 gymnasium.register("Blind-v0", entry_point="msrl_accel.envs.toy:IdentityDiscrete")
+
+
+class FixedActions:
+    """A runtime that takes the same action in each environment all the time."""
+
+    def __init__(self, *actions):
+        self.actions = np.array(actions)
+        self.spec = PolicySpec.from_spaces(Screen.observation_space, Screen.action_space)
+
+    def act(self, observations, noise):
+        return ActResult(self.actions, None, None, self.actions, ())
+
+
+def test_an_episode_that_never_ends_is_cut_and_said_to_be(caplog):
+    with make_vector("Endless-v0", 2) as env:
+        result = evaluate_policy(FixedActions(0, 1), env, 6, max_episode_steps=10)
+    assert sorted(result.lengths) == [4, 4, 4, 10]
+    assert sorted(result.returns) == [8, 8, 8, 20]
+    (record,) = caplog.records
+    assert "1 evaluation episodes of Endless-v0 did not end within 10 steps" in record.getMessage()
+    assert "max_episode_steps" in record.getMessage()
+
+
+def test_env_kwargs_limit_an_environment_that_never_ends(caplog):
+    with make_vector("Endless-v0", 2, kwargs={"max_episode_steps": 7}) as env:
+        result = evaluate_policy(FixedActions(0, 1), env, 6, max_episode_steps=10)
+    assert sorted(result.lengths) == [4, 4, 4, 7, 7, 7]
+    assert not caplog.records
+
+
+def test_an_animation_of_an_episode_that_never_ends_is_cut(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(render, "MAX_STEPS", 6)
+    episode = render_episode(Rightwards(), "Endless-v0", tmp_path / "episode.gif", seed=0)
+    assert episode.length == 6
+    assert Image.open(tmp_path / "episode.gif").n_frames == 7
+    assert "over 6 steps" in caplog.text
 
 
 def playing_time(image):

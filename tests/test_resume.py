@@ -16,6 +16,7 @@ import pytest
 import run_helpers
 from run_helpers import (
     BATCH,
+    STOPPED,
     assert_same_runs,
     environment,
     interrupt_in_iteration,
@@ -25,7 +26,7 @@ from run_helpers import (
     tiny,
 )
 
-from msrl_accel.errors import CheckpointError
+from msrl_accel.errors import CheckpointError, ConfigError
 from msrl_accel.run import Run
 from msrl_accel.train import main, train
 
@@ -44,6 +45,10 @@ EVERYTHING = {
 
 def run_main(*arguments):
     assert main([*map(str, arguments), "--quiet"]) == 0
+
+
+def run_main_until_stopped(*arguments):
+    assert main([*map(str, arguments), "--quiet"]) in STOPPED
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def stopped(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.MonkeyPatch.context() as patch:
         interrupt_in_iteration(patch, 3)
-        run_main(*pendulum(run_dir))
+        run_main_until_stopped(*pendulum(run_dir))
     assert Run(run_dir).checkpoints.steps()[-1] == 3 * BATCH
     assert not Run(run_dir).summary
     return run_dir
@@ -149,7 +154,7 @@ def test_an_extended_run_that_is_stopped_goes_on_to_its_new_total(tmp_path, monk
     run_main(*tiny(run_dir, iterations=1))
     with monkeypatch.context() as patch:
         interrupt_in_iteration(patch, 1)
-        run_main("--resume", run_dir, "--total-steps", 3 * BATCH)
+        run_main_until_stopped("--resume", run_dir, "--total-steps", 3 * BATCH)
     assert not Run(run_dir).summary  # the old one is of another policy
     run_main("--resume", run_dir)
     assert Run(run_dir).summary["steps"] == 3 * BATCH
@@ -175,6 +180,16 @@ def test_a_run_cannot_be_resumed_as_another(stopped, capsys, change, named):
     assert before == (state(stopped), rows(stopped))
 
 
+def test_a_run_cannot_be_resumed_in_another_directory(stopped, tmp_path, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    assert main(["--resume", str(stopped), "--run-dir", str(elsewhere)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"run_dir = {str(elsewhere)!r}" in line and "leave it out" in line
+    with pytest.raises(ConfigError, match="run_dir = "):
+        train(resume=stopped, run_dir=str(elsewhere))
+    assert not elsewhere.exists()
+
+
 def test_a_run_cannot_be_resumed_with_another_algorithm(stopped, capsys, monkeypatch):
     monkeypatch.setitem(
         sys.modules["msrl_accel.algorithms"].ALGORITHMS, "other", "msrl_accel.algorithms.ppo:PPO"
@@ -190,7 +205,7 @@ def test_ctrl_c_in_the_first_iteration_leaves_a_checkpoint(tmp_path, monkeypatch
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patch:
         interrupt_in_iteration(patch, 1)
-        assert main(tiny(run_dir, iterations=2)) == 0
+        assert main(tiny(run_dir, iterations=2)) in STOPPED
     output = capsys.readouterr().out
     assert "Stopped as asked, checkpoint written" in output
     assert f"python -m msrl_accel.train --resume {run_dir}" in output
@@ -231,7 +246,7 @@ def test_a_signal_from_outside_loses_nothing(long_run, tmp_path, name):
     if name == "SIGKILL":
         assert process.returncode == -signal.SIGKILL
     else:
-        assert process.returncode == 0, errors
+        assert process.returncode in (STOPPED if name == "SIGINT" else (143,)), errors
         assert "Stopped as asked, checkpoint written" in output
         assert Run(run_dir).checkpoints.steps()[-1] == rows(run_dir)[-1]["step"]
     assert 4 * BATCH <= rows(run_dir)[-1]["step"] < 25 * BATCH
@@ -248,7 +263,7 @@ def test_sigterm_to_the_group_stops_a_run_with_workers(tmp_path):
         wait_for_rows(process, run_dir, 2)
         os.killpg(process.pid, signal.SIGTERM)
         output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert process.returncode == 143, errors
     assert "Stopped as asked, checkpoint written" in output
     assert Run(run_dir).checkpoints.steps() == [rows(run_dir)[-1]["step"]]
     assert not [p for p in psutil.process_iter() if group_of(p) == process.pid]
@@ -259,7 +274,7 @@ def test_environments_that_cannot_be_saved_start_new_episodes(tmp_path, monkeypa
     toy = "msrl_accel.envs.toy:IdentityDiscrete-v0"
     with monkeypatch.context() as patch:
         interrupt_in_iteration(patch, 1)
-        run_main(*tiny(run_dir, env=toy, iterations=3, n_envs=2))
+        run_main_until_stopped(*tiny(run_dir, env=toy, iterations=3, n_envs=2))
     run_main("--resume", run_dir)
     assert "cannot save its state: its environments start new episodes" in caplog.text
     assert [row["step"] for row in rows(run_dir)] == [16, 32, 48]
@@ -270,7 +285,7 @@ def test_a_run_goes_on_with_another_kind_of_vectorisation(tmp_path, monkeypatch,
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patch:
         interrupt_in_iteration(patch, 1)
-        run_main(*tiny(run_dir, iterations=2))
+        run_main_until_stopped(*tiny(run_dir, iterations=2))
     run_main("--resume", run_dir, *settings(vectorization="sync"))
     assert "start new episodes" in caplog.text
     assert Run(run_dir).summary["steps"] == 2 * BATCH

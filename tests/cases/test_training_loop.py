@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import run_helpers
 from gymnasium import spaces
-from run_helpers import BATCH, interrupt_in_iteration, rows, settings, tiny
+from run_helpers import BATCH, STOPPED, interrupt_in_iteration, rows, settings, tiny
 
 from msrl_accel import envs
 from msrl_accel.api import evaluate, load_run, train
@@ -73,6 +73,10 @@ def forget():
 
 def run_main(*arguments):
     assert main([*map(str, arguments), "--quiet"]) == 0
+
+
+def run_main_until_stopped(*arguments):
+    assert main([*map(str, arguments), "--quiet"]) in STOPPED
 
 
 def one_line(capsys, *arguments):
@@ -177,7 +181,7 @@ def resumed(tmp_path_factory):
     DRAWS.clear()
     with pytest.MonkeyPatch.context() as patch:
         interrupt_in_iteration(patch, 2, signal.SIGTERM)
-        run_main(*arguments)
+        run_main_until_stopped(*arguments)
     before, taken = list(DRAWS), [int(action) for action in TAKEN]
     DRAWS.clear()
     TAKEN.clear()
@@ -317,7 +321,7 @@ def test_ctrl_c_leaves_a_policy_that_acts(tmp_path, monkeypatch):
     """ml-agents#980: Ctrl-C loses the model."""
     with monkeypatch.context() as patch:
         interrupt_in_iteration(patch, 2)
-        run_main(*tiny(tmp_path / "run", iterations=1000))
+        run_main_until_stopped(*tiny(tmp_path / "run", iterations=1000))
     run = load_run(tmp_path / "run")
     assert run.checkpoints.steps() == [2 * BATCH]
     assert run.policy.act(np.zeros(4)) in (0, 1)
