@@ -13,7 +13,8 @@ from mindspore import dtype as mstype
 from mindspore.ops.auto_generate import SiLU
 
 from msrl_accel.lm.config import LMConfig
-from msrl_accel.lm.layers import MASKED, RMSNorm, layer_order
+from msrl_accel.lm.layers import MASKED, layer_order
+from msrl_accel.lm.operators import RMSNorm
 from msrl_accel.lm.rope import rope_tables
 from msrl_accel.networks import Weights
 

@@ -10,34 +10,11 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from msrl_accel.lm.config import LMConfig
-from msrl_accel.networks import Weights
+from msrl_accel.lm.operators import Attention, RMSNorm, Rotate, SwiGLU
+from msrl_accel.networks import Dense, Weights
 
 MASKED = -1e30
 """Added to the score of a token that must not be seen; finite, so that no difference is NaN."""
-
-
-class RMSNorm(nn.Cell):
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis (Zhang & Sennrich 2019)."""
-
-    def __init__(self, epsilon: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.matmul = ops.MatMul()
-
-    def inverse_rms(self, x: Tensor) -> Tensor:
-        return ops.rsqrt((x * x).mean(-1, keep_dims=True) + self.epsilon)
-
-    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [N, H], weight [H] -> [N, H]."""
-        return x * self.inverse_rms(x) * weight
-
-    def bprop(self, x, weight, out, dout):  # type: ignore[no-untyped-def]
-        inverse_rms = self.inverse_rms(x)
-        normed = x * inverse_rms
-        weight_grad = self.matmul(ops.ones((1, x.shape[0]), x.dtype), dout * normed)
-        dnormed = dout * weight
-        dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keep_dims=True))
-        return dx, weight_grad.reshape((-1,))
 
 
 class Block(nn.Cell):
@@ -52,15 +29,16 @@ class Block(nn.Cell):
         self.order = layer_order(config)
         self.norm = RMSNorm(config.rms_norm_eps)
         self.linear = ops.MatMul(transpose_b=True)
-        self.scores = ops.BatchMatMul(transpose_b=True)
-        self.mix = ops.BatchMatMul()
-        self.softmax = ops.Softmax(-1)
+        self.dense = Dense()
+        self.rotate = Rotate()
+        self.attention = Attention()
+        self.swiglu = SwiGLU()
 
     def project(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        y = self.linear(x, weights[self.order[f"{name}.weight"]])
+        weight = weights[self.order[f"{name}.weight"]]
         if self.qkv_bias:
-            y = y + weights[self.order[f"{name}.bias"]]
-        return y
+            return self.dense(x, weight, weights[self.order[f"{name}.bias"]])
+        return self.linear(x, weight)
 
     def heads(self, x: Tensor, weights: Weights, name: str, rows: int) -> Tensor:
         """Projection to [B, heads, T, head_dim], normalised where the architecture does so."""
@@ -72,12 +50,6 @@ class Block(nn.Cell):
         n = self.n_heads if name == "q" else self.n_kv_heads
         return ops.transpose(y.reshape((rows, -1, n, self.head_dim)), (0, 2, 1, 3))
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn pairs (i, i + head_dim / 2) of x [B, heads, T, head_dim] by cos, sin [B, 1, T, .]"""
-        half = self.head_dim // 2
-        first, second = ops.split(x, half, -1)
-        return ops.concat((first * cos - second * sin, second * cos + first * sin), -1)
-
     def attend(
         self, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,11 +60,17 @@ class Block(nn.Cell):
         """
         rows, tokens = cos.shape[0], cos.shape[2]
         kv, d = rows * self.n_kv_heads, self.head_dim
-        q = self.rotate(self.heads(x, weights, "q", rows), cos, sin) * self.scale
-        k = self.rotate(self.heads(x, weights, "k", rows), cos, sin)
+        # The scale of the scores is in the queries' table: cos and sin are the same in all layers.
+        q_cos = ops.tile(cos * self.scale, (1, self.n_heads, 1, 1))
+        q_sin = ops.tile(sin * self.scale, (1, self.n_heads, 1, 1))
+        k_cos = ops.tile(cos, (1, self.n_kv_heads, 1, 1))
+        k_sin = ops.tile(sin, (1, self.n_kv_heads, 1, 1))
+        q = self.rotate(self.heads(x, weights, "q", rows), q_cos, q_sin)
+        k = self.rotate(self.heads(x, weights, "k", rows), k_cos, k_sin)
         v = self.heads(x, weights, "v", rows)
-        scores = self.scores(q.reshape((kv, -1, d)), k.reshape((kv, tokens, d)))
-        y = self.mix(self.softmax(scores + bias), v.reshape((kv, tokens, d)))
+        y = self.attention(
+            q.reshape((kv, -1, d)), k.reshape((kv, tokens, d)), v.reshape((kv, tokens, d)), bias
+        )
         y = ops.transpose(y.reshape((rows, self.n_heads, tokens, d)), (0, 2, 1, 3))
         return y.reshape((rows * tokens, self.n_heads * d)), k, v
 
@@ -107,7 +85,7 @@ class Block(nn.Cell):
         h = self.norm(x, weights[order["post_attention_layernorm.weight"]])
         gate = self.linear(h, weights[order["mlp.gate_proj.weight"]])
         up = self.linear(h, weights[order["mlp.up_proj.weight"]])
-        x = x + self.linear(ops.silu(gate) * up, weights[order["mlp.down_proj.weight"]])
+        x = x + self.linear(self.swiglu(gate, up), weights[order["mlp.down_proj.weight"]])
         return x, k, v
 
 

@@ -11,7 +11,8 @@ from mindspore import dtype as mstype
 from msrl_accel.errors import LMError
 from msrl_accel.lm.config import LMConfig
 from msrl_accel.lm.head import LogProbHead, no_kept
-from msrl_accel.lm.layers import MASKED, Block, RMSNorm, initial_weight, layer_order
+from msrl_accel.lm.layers import MASKED, Block, initial_weight, layer_order
+from msrl_accel.lm.operators import RMSNorm
 from msrl_accel.lm.rope import rope_tables
 from msrl_accel.networks import Weights, WeightSpec, set_parameter
 
