@@ -157,7 +157,14 @@ class OffPolicyTrainer(Trainer):
         self.due, self.updates = float(state["due"]), int(state["updates"])
         if state["replay"] is not None:
             self.replay.restore(state["replay"])
-        return self.loop.restore(state["loop"], reset_seed)
+        exact = self.loop.restore(state["loop"], reset_seed)
+        if not exact:
+            self.replay.end_episodes()  # the next transition does not follow the newest one
+        return exact
+
+    def close(self) -> None:
+        self.replay.close()
+        super().close()
 
 
 _COUNTS = ("grad_exploding", "grad_non_finite")
