@@ -110,5 +110,5 @@ def _zeros(layout: Layout) -> dict[str, np.ndarray]:
     except MemoryError as error:
         raise ConfigError(
             f"capacity = {layout.capacity}: the replay needs {format_bytes(layout.nbytes)} of "
-            "memory, which the system refuses: lower it, or keep the replay in files (folder)"
+            "memory, which the system refuses: lower it, or keep the replay in files (replay_dir)"
         ) from error
