@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
-SCRIPTS = ("inference", "ppo_cartpole", "ppo_throughput", "ppo_update")
+SCRIPTS = ("inference", "ppo_cartpole", "ppo_throughput", "ppo_update", "replay")
 sys.path.insert(0, str(BENCH))
 
 import _report  # noqa: E402
@@ -20,6 +20,7 @@ import inference  # noqa: E402
 import ppo_cartpole  # noqa: E402
 import ppo_throughput  # noqa: E402
 import ppo_update  # noqa: E402
+import replay  # noqa: E402
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -35,7 +36,7 @@ def test_help_lists_the_common_options_without_any_peer(script: str) -> None:
     assert "--contestant " not in done.stdout
 
 
-@pytest.mark.parametrize("module", [inference, ppo_throughput, ppo_update])
+@pytest.mark.parametrize("module", [inference, ppo_throughput, ppo_update, replay])
 def test_a_number_of_rounds_below_one_is_refused(module: Any) -> None:
     with pytest.raises(SystemExit):
         module.parser().parse_args(["--rounds", "0"])
@@ -234,3 +235,25 @@ def test_latency_ratios_are_taken_turn_by_turn() -> None:
     (line, *_) = [line for line in text.splitlines() if line.startswith("ours")]
     assert line.split() == ["ours", "15.0", "30.0", "15.0", "(10.0-20.0)"]
     assert "speed" not in inference.report({"ours": [turn(10)]})
+
+
+@pytest.mark.parametrize("kind", replay.KINDS)
+def test_every_kind_of_replay_is_measured(kind: str) -> None:
+    words = ["--contestant", kind, "--transitions", "600", "--blocks", "1", "--calls", "1"]
+    found = replay.measure_ours(replay.parser().parse_args(words))
+    assert set(found) == {"add", "single", "stacked"}
+    assert min(found.values()) > 0
+
+
+def test_replay_ratios_are_taken_turn_by_turn() -> None:
+    def turn(**speeds: float) -> dict[str, float]:
+        return {"add": 5.0, **speeds}
+
+    lines = replay.report(
+        {
+            "uniform": [turn(single=100.0, stacked=300.0), turn(single=800.0, stacked=500.0)],
+            "sb3": [turn(single=50.0), turn(single=200.0)],
+        }
+    ).splitlines()
+    assert lines[2].endswith("3.00 (2.00-4.00)     400 (300-500)")
+    assert lines[3].endswith("1.00 (1.00-1.00)                 -")

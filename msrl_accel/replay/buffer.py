@@ -346,8 +346,10 @@ def _refuse_unless_it_fits(layout: Layout, prioritized: bool, folder: PathLike |
     remedy = ""
     if folder is None:
         memory += layout.nbytes
-        once = "" if layout.share_next else "store every observation once (share_next_observations), or "
-        remedy = f", or {once}keep the replay in files (replay_dir)"
+        once = (
+            [] if layout.share_next else ["store every observation once (share_next_observations)"]
+        )
+        remedy = ", or ".join(["", *once, "keep the replay in files (replay_dir)"])
     elif not (Path(folder) / DESCRIPTION_FILE).exists():
         existing = next(p for p in Path(folder).absolute().parents if p.is_dir())
         refuse_unless_it_fits(

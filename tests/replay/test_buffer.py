@@ -175,7 +175,8 @@ def test_what_cannot_fit_is_refused_with_the_numbers(monkeypatch, tmp_path):
     need = ReplayBuffer.predicted_bytes(IMAGE_SPEC, 10**7, 1)
     fits = int(10**7 * 10**9 / need)
     message = rf"capacity = 10000000: the replay needs {need / 1e9:.1f} GB of memory, 1.0 GB .*"
-    with pytest.raises(ConfigError, match=message + rf"at most {fits}, or .*share_next_observations.*replay_dir"):
+    message += rf"at most {fits}, or .*share_next_observations.*replay_dir"
+    with pytest.raises(ConfigError, match=message):
         ReplayBuffer(IMAGE_SPEC, 10**7, 1, gamma=0.9)
     # Each of four shards would fit, but not all four.
     with pytest.raises(ConfigError, match=r"of memory, 1.0 GB"):
