@@ -32,7 +32,13 @@ from msrl_accel.pipeline.stepping import Layout, check_config, lay_out
 from msrl_accel.pipeline.timeline import Timeline
 from msrl_accel.pipeline.trainer import Trainer
 from msrl_accel.pipeline.watchdog import START_SECONDS, WorkerPool
-from msrl_accel.pipeline.worker import WorkerTask, run_worker
+from msrl_accel.pipeline.worker import (
+    GraphEngine,
+    OnnxEngine,
+    RewardScaling,
+    WorkerTask,
+    run_worker,
+)
 from msrl_accel.publish import WeightStore
 from msrl_accel.rollout_engine import CALLS_PER_REBUILD
 from msrl_accel.run import Run
@@ -206,24 +212,41 @@ class AsyncTrainer(Trainer):
         self.pool.start()
 
     def _task(self, index: int, attempt: int, report: str) -> WorkerTask:
-        known = self.reward_statistics
-        statistics = known.get(str(index)) or max(known.values(), key=lambda s: s[2], default=None)
+        config, apart = self.config, self.layout.apart
         return WorkerTask(
             index=index,
             attempt=self.attempt + attempt,
-            config=self.config,
+            seed=config.seed,
+            env=config.env,
+            env_kwargs=config.env_kwargs,
+            backend="threads" if apart else config.vectorization,
+            hang_seconds=self.options.hang_seconds,
             n_envs=self.layout.envs_per_worker,
             n_steps=self.algorithm.n_steps,
-            apart=self.layout.apart,
-            engine=self.engine.kind,
-            model=self.engine.model,
-            weights_as_inputs=self.layout.apart or self.algorithm.n_steps <= CALLS_PER_REBUILD,
+            apart=apart,
+            engine=self._worker_engine(),
+            batch_invariant=config.runtime.batch_invariant,
             weights=self.store.handle,
             queue=self.queue.producer(f"worker {index}"),
             heartbeats=self.pool.heartbeats,
             report=report,
             place=self.worker_places[index],
-            reward_statistics=None if statistics is None else (*statistics,),  # type: ignore[arg-type]
+            rewards=self._reward_scaling(index) if config.reward.normalize else None,
+        )
+
+    def _worker_engine(self) -> OnnxEngine | GraphEngine:
+        if self.engine.kind == "graph":
+            return GraphEngine(self.config)
+        often = self.layout.apart or self.algorithm.n_steps <= CALLS_PER_REBUILD
+        return OnnxEngine(self.engine.model, weights_as_inputs=often)
+
+    def _reward_scaling(self, index: int) -> RewardScaling:
+        known = self.reward_statistics
+        statistics = known.get(str(index)) or max(known.values(), key=lambda s: s[2], default=None)
+        return RewardScaling(
+            gamma=getattr(self.config.algorithm, "gamma", 0.99),
+            clip=self.config.reward.clip,
+            statistics=statistics and (statistics[0], statistics[1], statistics[2]),
         )
 
     def _worker_ended(self, index: int) -> None:

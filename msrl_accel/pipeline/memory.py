@@ -56,8 +56,9 @@ class MemoryWatch:
         if self.share < WATERMARK:
             self._warned = False
             return
-        gc.collect()
         done = self._shrink()
+        if done or not self._warned or self.share >= LAST_MARK:
+            gc.collect()
         if done or not self._warned:
             logger.warning(
                 "memory: %.0f %% in use (watermark %.0f %%): %s",

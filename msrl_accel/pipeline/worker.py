@@ -13,11 +13,11 @@ import traceback
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing import parent_process
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from msrl_accel import envs
-from msrl_accel.config import TrainConfig
 from msrl_accel.envs.base import VectorEnv
 from msrl_accel.envs.threads import ThreadVectorEnv
 from msrl_accel.normalize import RewardNormalizer
@@ -34,6 +34,9 @@ from msrl_accel.runtime.batch_invariant import BatchInvariantRuntime
 from msrl_accel.shared_memory import BlockHandle, SharedBlock
 from msrl_accel.spaces import PolicySpec
 
+if TYPE_CHECKING:
+    from msrl_accel.config import TrainConfig
+
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a worker write the stacks of its threads into its report."""
 
@@ -43,32 +46,79 @@ _SIGKILL_WITH_PARENT = 1  # prctl(PR_SET_PDEATHSIG)
 
 
 @dataclass(frozen=True)
+class OnnxEngine:
+    """Rolls out with ONNX Runtime."""
+
+    model: bytes
+    weights_as_inputs: bool
+
+    def runtime(self, spec: PolicySpec) -> PolicyRuntime:
+        from msrl_accel.runtime.onnx import OnnxRuntime
+
+        return OnnxRuntime(self.model, spec, version=-1, weights_as_inputs=self.weights_as_inputs)
+
+
+@dataclass(frozen=True)
+class GraphEngine:
+    """Rolls out with the training graph."""
+
+    config: TrainConfig
+
+    def runtime(self, spec: PolicySpec) -> PolicyRuntime:
+        from msrl_accel.algorithms import algorithm_class
+        from msrl_accel.device import set_up
+        from msrl_accel.runtime.graph import GraphRuntime
+
+        set_up(self.config.runtime)
+        policy = algorithm_class(self.config.algo).build_policy(self.config, spec)
+        return GraphRuntime(policy, version=-1)
+
+
+@dataclass(frozen=True)
+class RewardScaling:
+    """How rewards are normalised."""
+
+    gamma: float
+    clip: float
+    statistics: tuple[float, float, float] | None
+    """Mean, variance and count to go on with."""
+
+    def normalizer(self, n_envs: int) -> RewardNormalizer:
+        normalizer = RewardNormalizer(n_envs, self.gamma, self.clip)
+        if self.statistics is not None:
+            normalizer.statistics.restore(dict(zip(("mean", "var", "count"), self.statistics)))
+        return normalizer
+
+
+@dataclass(frozen=True)
 class WorkerTask:
-    """All that a worker's process is given."""
+    """All that a worker's process is given. Unpickling it must not import MindSpore, unless the
+    worker rolls out with it.
+    """
 
     index: int
     attempt: int
     """How often it was started before; each attempt draws from another random stream."""
-    config: TrainConfig
+    seed: int
+    env: str
+    env_kwargs: dict[str, Any]
+    backend: str
+    """As of `make_vector`."""
+    hang_seconds: float
     n_envs: int
     """Environments of this worker."""
     n_steps: int
     apart: bool
     """Whether they step each at its own pace, and a slot holds one trajectory."""
-    engine: str
-    """'onnx' or 'graph'."""
-    model: bytes
-    """Of 'onnx'."""
-    weights_as_inputs: bool
-    """Of 'onnx': how the model is given weights."""
+    engine: OnnxEngine | GraphEngine
+    batch_invariant: bool
     weights: StoreHandle
     queue: ProducerHandle
     heartbeats: BlockHandle
     report: str
     """File for the traceback of a failure, and for stacks when `DUMP_SIGNAL` comes."""
     place: Place
-    reward_statistics: tuple[float, float, float] | None
-    """Mean, variance and count to go on with."""
+    rewards: RewardScaling | None
 
 
 def run_worker(task: WorkerTask) -> None:
@@ -118,18 +168,12 @@ class Worker:
         self.heartbeat = heartbeat_of(SharedBlock.attach(task.heartbeats), task.index)
         self.heartbeat.beat(Stage.START)
         self.queue = Producer(task.queue)
-        config, noise_seed, self.reset_seed = task.config, *_seeds(task)
+        noise_seed, self.reset_seed = _seeds(task)
         self.env = self._make_env()
         spec = PolicySpec.from_spaces(self.env.observation_space, self.env.action_space)
         store = WeightStore.attach(task.weights)
         self.runtime = FollowingRuntime(self._make_runtime(spec), store, self.heartbeat)
-        self.normalizer = None
-        if config.reward.normalize:
-            gamma = getattr(config.algorithm, "gamma", 0.99)
-            self.normalizer = RewardNormalizer(task.n_envs, gamma, config.reward.clip)
-            if task.reward_statistics is not None:
-                keys = ("mean", "var", "count")
-                self.normalizer.statistics.restore(dict(zip(keys, task.reward_statistics)))
+        self.normalizer = task.rewards and task.rewards.normalizer(task.n_envs)
         kind = ChunkCollector if task.apart else Collector
         rng = np.random.default_rng(noise_seed)
         self.collector = kind(self.env, self.runtime, task.n_steps, rng, self.normalizer)
@@ -225,35 +269,22 @@ class Worker:
     def _make_env(self) -> VectorEnv:
         task = self.task
         env = envs.make_vector(
-            task.config.env,
+            task.env,
             task.n_envs,
-            kwargs=task.config.env_kwargs,
-            backend="threads" if task.apart else task.config.vectorization,
-            timeout=task.config.pipeline.hang_seconds,
+            kwargs=task.env_kwargs,
+            backend=task.backend,
+            timeout=task.hang_seconds,
         )
         assert isinstance(env, ThreadVectorEnv) or not task.apart
         return env
 
     def _make_runtime(self, spec: PolicySpec) -> PolicyRuntime:
-        task, config = self.task, self.task.config
-        runtime: PolicyRuntime
-        if task.engine == "onnx":
-            from msrl_accel.runtime.onnx import OnnxRuntime
-
-            runtime = OnnxRuntime(
-                task.model, spec, version=-1, weights_as_inputs=task.weights_as_inputs
-            )
-        else:
-            from msrl_accel.algorithms import algorithm_class
-            from msrl_accel.device import set_up
-            from msrl_accel.runtime.graph import GraphRuntime
-
-            set_up(config.runtime)
-            policy = algorithm_class(config.algo).build_policy(config, spec)
-            runtime = GraphRuntime(policy, version=-1)
-        if config.runtime.batch_invariant:
+        task = self.task
+        runtime = task.engine.runtime(spec)
+        if task.batch_invariant:
             return BatchInvariantRuntime(runtime)
-        if task.apart and task.engine == "graph":  # it compiles anew for each number of rows
+        if task.apart and isinstance(task.engine, GraphEngine):
+            # It compiles anew for each number of rows.
             largest = next((t for t in _TILES if t >= task.n_envs), _TILES[-1])
             return BatchInvariantRuntime(runtime, tiles=[t for t in _TILES if t <= largest])
         return runtime
@@ -270,7 +301,7 @@ def _seeds(task: WorkerTask) -> tuple[np.random.SeedSequence, int]:
 
     Others, and later attempts, have streams of their own.
     """
-    seed = task.config.seed
+    seed = task.seed
     if task.index == task.attempt == 0:
         return np.random.SeedSequence(seed).spawn(2)[0], seed
     own = np.random.SeedSequence([seed, task.index, task.attempt])

@@ -103,6 +103,38 @@ class TupleObservation(Counter):
     observation_space = spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2)))
 
 
+class FaultyOnce(Counter):
+    """Takes one file of the folder in each episode, and does once what its name says."""
+
+    def __init__(self, folder: str, length: int = 4) -> None:
+        super().__init__(length)
+        self.folder = folder
+
+    def misbehave(self) -> None:
+        for name, fault in (
+            ("raise", Raising.deep_inside),
+            ("exit", Exiting.misbehave),
+            ("hang", Hanging.misbehave),
+        ):
+            try:
+                os.unlink(os.path.join(self.folder, name))
+            except OSError:
+                continue
+            fault(self)  # type: ignore[arg-type]
+
+
+class FailsLater(Counter):
+    """Every environment of a process raises in its `episodes`-th episode."""
+
+    def __init__(self, episodes: int) -> None:
+        super().__init__()
+        self.episodes = episodes
+
+    def misbehave(self) -> None:
+        if self.episode == self.episodes:
+            raise LocalError(3, 4)
+
+
 class MissingPackage(Counter):
     def __init__(self) -> None:
         raise gymnasium.error.DependencyNotInstalled("Box2D is not installed")
@@ -129,5 +161,7 @@ for _cls in (
     NanObservation,
     TupleObservation,
     OnlyInParent,
+    FaultyOnce,
+    FailsLater,
 ):
     gymnasium.register(id=f"{_cls.__name__}-v0", entry_point=f"{__name__}:{_cls.__name__}")
