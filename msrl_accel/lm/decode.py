@@ -51,7 +51,6 @@ class Decoder(nn.Cell):
         self.scores = ops.BatchMatMul(transpose_b=True)
         self.mix = ops.BatchMatMul()
         self.softmax = ops.Softmax(-1)
-        self.halves = ops.Split(0, 2)
         self.silu = SiLU()
         self.write = ops.ScatterUpdate()
 
@@ -78,16 +77,15 @@ class Decoder(nn.Cell):
         return tuple(Tensor(f.reshape(len(cos), -1)) for f in factors)
 
     def fuse(self, weights: Weights) -> Weights:
-        """Weights of one layer as `layer` takes them, with the norms in the matrices after them."""
+        """Weights of one layer as `construct` takes them: one matrix for queries, keys, values."""
         o, c = self.order, self.config
-        before = weights[o["input_layernorm.weight"]]
-        qkv = self.grouped(weights, ".weight", c.hidden_size) * before
-        after = weights[o["post_attention_layernorm.weight"]]
-        gate, up = weights[o["mlp.gate_proj.weight"]], weights[o["mlp.up_proj.weight"]]
         fused = (
-            qkv,
+            weights[o["input_layernorm.weight"]].reshape((-1, 1)),
+            self.grouped(weights, ".weight", c.hidden_size),
             weights[o["self_attn.o_proj.weight"]],
-            ops.concat((gate, up), 0) * after,
+            weights[o["post_attention_layernorm.weight"]].reshape((-1, 1)),
+            weights[o["mlp.gate_proj.weight"]],
+            weights[o["mlp.up_proj.weight"]],
             weights[o["mlp.down_proj.weight"]],
         )
         if c.qkv_bias:
@@ -106,28 +104,29 @@ class Decoder(nn.Cell):
             pieces.append(w.reshape((self.kv, -1, columns)))
         return ops.concat(pieces, 1).reshape((-1, columns))
 
-    def normed(self, x: Tensor) -> Tensor:
-        """x [H, N] / root mean square of each column."""
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of x [H, N] over H, with weight [H, 1]; see `operators.RMSNorm`."""
         mean_square = self.matmul(self.mean, x * x)
-        return x * ops.rsqrt(mean_square + self.config.rms_norm_eps)
+        # The product of column and row writes every factor out: cheaper than two broadcasts.
+        return x * self.matmul(weight, ops.rsqrt(mean_square + self.config.rms_norm_eps))
 
     def start(self, layer: int, keys: Tensor, values: Tensor, prompt_index: Tensor) -> None:
         """Put keys and values [M, kv, P, head_dim] of prompts into the cache of their rows [N]."""
-        prompts, kv, length, d = keys.shape
+        prompts, _, length, d = keys.shape
         slots = self.first_slots.reshape((-1, 1)) + ops.arange(0, length).astype(mstype.int32)
         slots = slots.reshape((-1,))
         for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
             rows = ops.gather(new.reshape((prompts, -1)), prompt_index, 0)
             self.write(cache, slots, rows.reshape((-1, d)))
 
-    def attend(self, layer, qkv, fused, cos, sin, bias, slots):  # type: ignore[no-untyped-def]
+    def attend(self, layer, qkv, extras, cos, sin, bias, slots):  # type: ignore[no-untyped-def]
         """qkv [N, kv * (g + 2) * head_dim] -> [N, n_heads * head_dim]; writes its slots."""
         c = self.config
         n, g, d = self.rows * self.kv, self.group, c.head_dim
         if c.qkv_bias:
-            qkv = qkv + fused[4]
+            qkv = qkv + extras[0]
         if c.qk_norm:
-            qkv = self.normed_heads(qkv, fused[-2], fused[-1])
+            qkv = self.normed_heads(qkv, extras[-2], extras[-1])
         swapped = ops.gather(qkv.reshape((-1, 2, d // 2)), self.swap, 1).reshape(qkv.shape)
         turned = (qkv * cos + swapped * sin).reshape((n, (g + 2) * d))
         q = ops.slice(turned, (0, 0), (n, g * d)).reshape((n, g, d))
@@ -160,10 +159,11 @@ class Decoder(nn.Cell):
         bias = ops.gather(self.visible, heads, 0).reshape((-1, self.group, self.slots))
         slots = self.first_slots + ops.tile(positions.reshape((-1, 1)), (1, self.kv)).reshape((-1,))
         for layer in range(self.config.n_layers):
-            fused = layers[layer]
-            qkv = ops.transpose(self.matmul(fused[0], self.normed(x)), (1, 0))
-            mixed = self.attend(layer, qkv, fused, cos, sin, bias, slots)
-            x = x + self.matmul_tb(fused[1], mixed)
-            gate, up = self.halves(self.matmul(fused[2], self.normed(x)))
-            x = x + self.matmul(fused[3], self.silu(gate) * up)
+            before, qkv, out, after, gate, up, down = layers[layer][:7]
+            h = ops.transpose(self.matmul(qkv, self.normed(x, before)), (1, 0))
+            h = self.attend(layer, h, layers[layer][7:], cos, sin, bias, slots)
+            x = x + self.matmul_tb(out, h)
+            h = self.normed(x, after)
+            h = self.silu(self.matmul(gate, h)) * self.matmul(up, h)
+            x = x + self.matmul(down, h)
         return x

@@ -64,9 +64,10 @@ class Sampler(nn.Cell):
     """One token for each row: the argmax of logits / temperature + noise.
 
     construct(logits [N, V] already divided by the temperature, table [R, W], index [N, n],
-    top_p scalar) -> token [N] int32, its log-probability [N] in the distribution sampled from,
-    kept [N, K] int32: the tokens of that distribution, likeliest first, unused places repeating
-    the first; [N, 1] zeros where nothing is cut.
+    top_p scalar) -> token [N] int32, its probability [N] in the distribution sampled from, kept
+    [N, K] int32: the tokens of that distribution, likeliest first, unused places repeating the
+    first; [N, 1] zeros where nothing is cut. The logarithm is left to whoever has several steps,
+    and log-softmax costs three times as much as softmax on CPU.
 
     Args:
         vocab_size: V.
@@ -91,20 +92,18 @@ class Sampler(nn.Cell):
         return noise
 
     def draw(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Place of the token [N, 1] int32 and its log-probability [N]."""
+        """Place of the token [N, 1] int32 and its probability [N]."""
         place, _ = self.arg_max(logits + noise)
         place = ops.cast(place, mstype.int32).reshape((-1, 1))
-        # Of what softmax gives, since log-softmax costs three times as much on CPU.
-        probability = ops.gather_elements(self.softmax(logits), 1, place)
-        return place, ops.log(ops.maximum(probability, 1e-37)).reshape((-1,))
+        return place, ops.gather_elements(self.softmax(logits), 1, place).reshape((-1,))
 
     def construct(
         self, logits: Tensor, table: Tensor, index: Tensor, top_p: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         noise = self.noise(table, index)
         if self.n_kept == 0:
-            place, log_prob = self.draw(logits, noise)
-            return place.reshape((-1,)), log_prob, ops.zeros((logits.shape[0], 1), mstype.int32)
+            place, probability = self.draw(logits, noise)
+            return place.reshape((-1,)), probability, ops.zeros((logits.shape[0], 1), mstype.int32)
         largest, ids = self.largest(logits, self.n_kept)
         if self.top_p:
             if self.top_k > 0:
@@ -115,8 +114,8 @@ class Sampler(nn.Cell):
             kept = ops.logical_or(before < top_p, ops.arange(0, self.n_kept) == 0)
             largest = ops.select(kept, largest, ops.full_like(largest, MASKED))
             ids = ops.select(kept, ids, ops.tile(ids[:, :1], (1, self.n_kept)))
-        place, log_prob = self.draw(largest, ops.gather_elements(noise, 1, ids))
-        return ops.gather_elements(ids, 1, place).reshape((-1,)), log_prob, ids
+        place, drawn = self.draw(largest, ops.gather_elements(noise, 1, ids))
+        return ops.gather_elements(ids, 1, place).reshape((-1,)), drawn, ids
 
 
 def kept_size(vocab_size: int, top_k: int, top_p: bool) -> int:
