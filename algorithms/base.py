@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -54,6 +55,10 @@ class Algorithm(ABC):
 class OnPolicyAlgorithm(Algorithm):
     """Trains on the steps its present policy has just taken."""
 
+    evaluate: Callable[[Trajectories], tuple[np.ndarray, np.ndarray]]
+    """Log-probabilities of the actions and values of the observations, [T, N] each, by the training
+    graph with the present weights."""
+
     @abstractmethod
     def update(
         self,
@@ -76,6 +81,10 @@ class OnPolicyAlgorithm(Algorithm):
         Returns:
             Metrics of the update.
         """
+
+    def look(self, trajectories: Trajectories) -> tuple[np.ndarray, np.ndarray]:
+        """As `evaluate`, by whichever graph is compiled in any case."""
+        return self.evaluate(trajectories)
 
 
 class OffPolicyConfig(Section):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from msrl_accel.graph_cache import GraphCache
 from msrl_accel.learner import EvaluateActions, FlatAdam, GradientWatch, adam_step_sizes
 from msrl_accel.minibatches import Minibatches
 from msrl_accel.networks import Weights, set_parameter
@@ -114,10 +116,18 @@ class MinibatchUpdate:
         graph: compiled at its first run.
         adam_epsilon: Adam's denominator term.
         gradient_alarm: gradients over this many times the clipping norm count as exploding.
+        cache: the compiled graph is read from there or put there.
     """
 
-    def __init__(self, graph: MinibatchGraph, adam_epsilon: float, gradient_alarm: float) -> None:
+    def __init__(
+        self,
+        graph: MinibatchGraph,
+        adam_epsilon: float,
+        gradient_alarm: float,
+        cache: GraphCache | None = None,
+    ) -> None:
         self.graph = graph
+        self.cache = cache
         self.adam_epsilon = adam_epsilon
         self.adam_steps = 0
         self.watch = GradientWatch(graph.optimizer.max_grad_norm, gradient_alarm)
@@ -141,15 +151,16 @@ class MinibatchUpdate:
         step_sizes, epsilons = adam_step_sizes(
             learning_rate, self.adam_epsilon, self.adam_steps, len(batches.rows)
         )
-        done = self.graph(
-            Tensor.from_numpy(flat_rows(t.raw_actions)),
-            Tensor.from_numpy(batches.rows),
-            Tensor.from_numpy(np.stack(inputs, axis=1)),
-            Tensor.from_numpy(step_sizes),
-            Tensor.from_numpy(epsilons),
-            Tensor(batches.count, mstype.int32),
-            *(Tensor.from_numpy(flat_rows(x)) for x in t.observations),
-        )
+        with nullcontext() if self.cache is None else self.cache.compiling():
+            done = self.graph(
+                Tensor.from_numpy(flat_rows(t.raw_actions)),
+                Tensor.from_numpy(batches.rows),
+                Tensor.from_numpy(np.stack(inputs, axis=1)),
+                Tensor.from_numpy(step_sizes),
+                Tensor.from_numpy(epsilons),
+                Tensor(batches.count, mstype.int32),
+                *(Tensor.from_numpy(flat_rows(x)) for x in t.observations),
+            )
         n = int(done.asnumpy())
         self.adam_steps += n
         metrics = {
@@ -158,6 +169,23 @@ class MinibatchUpdate:
             **self.watch.update(self.graph.norms.asnumpy()[:n]),
         }
         return self.graph.records.asnumpy()[:n], metrics
+
+    def look(
+        self, trajectories: Trajectories, batches: Minibatches, inputs: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities and values [T, N] as the graph sees them, without a step.
+
+        Rows in none of the minibatches that are run keep those of the trajectories.
+        """
+        state = self.state()
+        records, _ = self.run(trajectories, batches, inputs, 0.0)
+        self.restore(state)
+        used = batches.weights[: len(records)] > 0
+        rows = batches.rows[: len(records)][used]
+        found = trajectories.log_probs.copy(), trajectories.values.copy()
+        for array, record in zip(found, (records[:, 0], records[:, 2])):
+            array.reshape(-1)[rows] = record[used]
+        return found
 
     def state(self) -> dict[str, Any]:
         optimizer = self.graph.optimizer

@@ -17,6 +17,7 @@ from msrl_accel.algorithms.on_policy import (
     explained_variance,
 )
 from msrl_accel.config import Field, Section, TrainConfig
+from msrl_accel.graph_cache import GraphCache
 from msrl_accel.learner import schedule
 from msrl_accel.minibatches import Minibatches, make_minibatches, n_minibatches, standardize
 from msrl_accel.spaces import PolicySpec
@@ -200,7 +201,9 @@ class PPO(OnPolicyAlgorithm):
             c.max_grad_norm,
             None if c.target_kl is None else 1.5 * c.target_kl,
         )
-        self.minibatches = MinibatchUpdate(graph, c.adam_epsilon, c.gradient_alarm)
+        self.minibatches = MinibatchUpdate(
+            graph, c.adam_epsilon, c.gradient_alarm, GraphCache(config, spec)
+        )
         self.evaluate = PolicyEvaluator(self.policy)
 
     def update(
@@ -230,6 +233,19 @@ class PPO(OnPolicyAlgorithm):
             "explained_variance": explained_variance(t, advantages),
             **updated,
         }
+
+    def look(self, trajectories: Trajectories) -> tuple[np.ndarray, np.ndarray]:
+        c, t = self.config, trajectories
+        if c.objective != "clipped":
+            return self.evaluate(t)
+        # One pass of the update's own graph, which is compiled in any case.
+        rng = np.random.default_rng(0)
+        batches = make_minibatches(rng, t.valid.reshape(-1), c.batch_size, c.n_epochs)
+        first = replace(batches, count=batches.count // c.n_epochs)
+        nothing = np.zeros(t.valid.size, np.float32)
+        return self.minibatches.look(
+            t, first, self._loss_inputs(t, nothing, None, first, c.clip_range)
+        )
 
     def _estimate(
         self, t: Trajectories

@@ -78,6 +78,8 @@ class RuntimeConfig(Section):
     """Engine of the rollout; auto takes onnx where it is installed and agrees with the graph."""
     batch_invariant: bool = Field(False)
     """Whether the rollout's result for an observation must not depend on the batch it is in."""
+    compile_cache: bool = Field(True)
+    """Whether compiled graphs are kept in ~/.cache/msrl_accel for later runs, which start sooner."""
 
 
 class PipelineConfig(Section):

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from msrl_accel.errors import ConfigError, MsrlError
+from msrl_accel.graph_cache import GraphCache
 from msrl_accel.policy import Policy
 from msrl_accel.runtime.base import ActResult, PolicyRuntime
 from msrl_accel.runtime.batch_invariant import BatchInvariantRuntime
 from msrl_accel.runtime.graph import GraphRuntime
+from msrl_accel.runtime.model_weights import ONNX, replace_weights
 
 logger = logging.getLogger("msrl_accel")
 
@@ -30,11 +32,14 @@ class RolloutEngine:
     Args:
         policy: the Cell that training updates.
         kind: 'graph' rolls out with that Cell. 'onnx' and 'lite' export it once and are handed the
-            weights after each update; they must agree with it at the start. 'auto' is 'onnx' where
-            it is installed and agrees, else 'graph'.
+            weights after each update; they must agree with it. 'auto' is 'onnx' where it is
+            installed and agrees, else 'graph'.
         batch: rows of each call.
         batch_invariant: whether a row's result must not depend, to the last bit, on the batch.
         calls: of the engine between two publications, about.
+        check: whether it is compared with the training graph at once, on random observations;
+            otherwise `verify` must be told before training relies on it.
+        cache: holds the exported file.
 
     Raises:
         ConfigError: the engine asked for is missing, or does not agree with the training graph.
@@ -47,39 +52,74 @@ class RolloutEngine:
         batch: int,
         batch_invariant: bool = False,
         calls: int = 1,
+        *,
+        check: bool = True,
+        cache: GraphCache | None = None,
     ) -> None:
         self.policy = policy
         self.calls = calls
+        self.wanted = kind
+        self.batch_invariant = batch_invariant
         self.kind: str
         self.runtime: PolicyRuntime
-        self.kind, self.runtime = self._choose(kind, batch)
-        if batch_invariant:
-            self.runtime = BatchInvariantRuntime(self.runtime)
+        self.verified = True
+        self._use_graph()
+        if kind != "graph":
+            self._use_exported("onnx" if kind == "auto" else kind, batch if check else None, cache)
 
-    def _choose(self, kind: str, batch: int) -> tuple[str, PolicyRuntime]:
-        graph = GraphRuntime(self.policy)
-        if kind == "graph":
-            return "graph", graph
-        name = "onnx" if kind == "auto" else kind
+    def _use_graph(self) -> None:
+        self.kind, self.runtime = "graph", self._wrapped(GraphRuntime(self.policy))
+
+    def _use_exported(self, name: str, batch: int | None, cache: GraphCache | None) -> None:
+        """Take an engine if it is there, and, where `batch` is given, agrees on so many rows."""
         try:
-            runtime = _EXPORTED[name](self.policy, self.calls)
+            runtime = _EXPORTED[name](self.policy, self.calls, cache)
         except MsrlError as error:
-            if kind != "auto":
-                raise ConfigError(f"runtime.rollout = {kind!r}: {error}") from error
+            if self.wanted != "auto":
+                raise ConfigError(f"runtime.rollout = {self.wanted!r}: {error}") from error
             logger.info("rolling out with the training graph: %s", error)
-            return "graph", graph
-        difference = parity(graph, runtime, batch)
+            return
+        if batch is not None and not self._agrees(parity(self.runtime, runtime, batch)):
+            runtime.close()
+            return
+        self.verified = batch is not None
+        self.kind, self.runtime = name, self._wrapped(runtime)
+
+    def _wrapped(self, runtime: PolicyRuntime) -> PolicyRuntime:
+        return BatchInvariantRuntime(runtime) if self.batch_invariant else runtime
+
+    def verify(self, difference: float) -> bool:
+        """Say how far an engine that was not checked is from the training graph.
+
+        Args:
+            difference: the largest that was found, as of `relative_difference`.
+
+        Returns:
+            Whether the engine stays; the training graph has replaced it otherwise.
+
+        Raises:
+            ConfigError: it was asked for by name, and does not agree.
+        """
+        self.verified = True
+        if self._agrees(difference):
+            return True
+        self.runtime.close()
+        version = self.runtime.version
+        self._use_graph()
+        self.publish(version)
+        return False
+
+    def _agrees(self, difference: float) -> bool:
         if difference <= PARITY_TOLERANCE:
-            return name, runtime
-        runtime.close()
+            return True
         message = (
-            f"runtime.rollout = {kind!r}: differs from the training graph by {difference:.1e} "
-            f"(tolerance {PARITY_TOLERANCE:g})"
+            f"runtime.rollout = {self.wanted!r}: differs from the training graph by "
+            f"{difference:.1e} (tolerance {PARITY_TOLERANCE:g})"
         )
-        if kind != "auto":
+        if self.wanted != "auto":
             raise ConfigError(f"{message}; use graph")
         logger.warning("%s; rolling out with the training graph", message)
-        return "graph", graph
+        return False
 
     def publish(self, version: int) -> None:
         """Let the engine act with the policy's present weights and statistics."""
@@ -108,26 +148,36 @@ def parity(graph: PolicyRuntime, other: PolicyRuntime, batch: int) -> float:
     )
     noise = graph.spec.draw_noise(rng, (batch,))
     ours, theirs = (_floats(r.act(observations, noise)) for r in (graph, other))
-    return max(
-        float(np.max(np.abs(a - b) / np.maximum(np.abs(a), 1.0))) for a, b in zip(ours, theirs)
-    )
+    return max(relative_difference(a, b) for a, b in zip(ours, theirs))
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference, relative to `a` where that is above 1; infinite where it is no number."""
+    difference = float(np.max(np.abs(a - b) / np.maximum(np.abs(a), 1.0), initial=0.0))
+    return difference if difference == difference else float("inf")
 
 
 def _floats(result: ActResult) -> list[np.ndarray]:
     return [result.log_prob, result.value, *result.parameters]
 
 
-def _onnx(policy: Policy, calls: int) -> PolicyRuntime:
+def _onnx(policy: Policy, calls: int, cache: GraphCache | None) -> PolicyRuntime:
     from msrl_accel.export.onnx import export_onnx
     from msrl_accel.runtime.onnx import OnnxRuntime
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "policy.onnx"
-        export_onnx(policy, file)
+
+        def export() -> bytes:
+            export_onnx(policy, file)
+            return file.read_bytes()
+
+        model = export() if cache is None else cache.file("policy.onnx", export)
+        file.write_bytes(replace_weights(model, policy.arrays(), ONNX))
         return OnnxRuntime(file, policy.spec, weights_as_inputs=calls <= CALLS_PER_REBUILD)
 
 
-def _lite(policy: Policy, calls: int) -> PolicyRuntime:
+def _lite(policy: Policy, calls: int, cache: GraphCache | None) -> PolicyRuntime:
     import mindspore
 
     from msrl_accel.export.lite import write_lite_mindir
@@ -144,4 +194,7 @@ def _lite(policy: Policy, calls: int) -> PolicyRuntime:
         return lite.LiteRuntime(file, policy.spec)
 
 
-_EXPORTED: Mapping[str, Callable[[Policy, int], PolicyRuntime]] = {"onnx": _onnx, "lite": _lite}
+_EXPORTED: Mapping[str, Callable[[Policy, int, GraphCache | None], PolicyRuntime]] = {
+    "onnx": _onnx,
+    "lite": _lite,
+}

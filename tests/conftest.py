@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Graphs that tests compile are not kept in the user's cache; see msrl_accel.graph_cache.
+os.environ.setdefault("MS_COMPILER_CACHE_ENABLE", "0")
 
 
 @pytest.fixture(scope="session")

@@ -206,7 +206,8 @@ def test_an_animation_of_an_episode_that_never_ends_is_cut(tmp_path, monkeypatch
     monkeypatch.setattr(render, "MAX_STEPS", 6)
     episode = render_episode(Rightwards(), "Endless-v0", tmp_path / "episode.gif", seed=0)
     assert episode.length == 6
-    assert Image.open(tmp_path / "episode.gif").n_frames == 7
+    with Image.open(tmp_path / "episode.gif") as image:
+        assert image.n_frames == 7
     assert "over 6 steps" in caplog.text
 
 

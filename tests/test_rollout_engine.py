@@ -10,7 +10,7 @@ from policy_helpers import ACTION_SPACES, options, spec_of
 
 from msrl_accel.errors import ConfigError
 from msrl_accel.policy import Policy
-from msrl_accel.rollout_engine import RolloutEngine, parity
+from msrl_accel.rollout_engine import RolloutEngine, parity, relative_difference
 from msrl_accel.runtime import lite
 from msrl_accel.runtime.graph import GraphRuntime
 
@@ -66,7 +66,7 @@ def test_without_onnxruntime_auto_is_the_graph_and_onnx_says_what_to_install(mon
 def test_an_engine_that_disagrees_is_not_used(monkeypatch, caplog):
     import msrl_accel.rollout_engine as module
 
-    def other_policy(policy, calls):
+    def other_policy(policy, calls, cache):
         perturbed = make_policy("discrete")
         perturb(perturbed)
         return GraphRuntime(perturbed)
@@ -76,6 +76,32 @@ def test_an_engine_that_disagrees_is_not_used(monkeypatch, caplog):
     assert "differs from the training graph" in caplog.text
     with pytest.raises(ConfigError, match="differs from the training graph"):
         RolloutEngine(make_policy("discrete"), "onnx", batch=4)
+
+
+def test_an_engine_can_be_checked_by_what_it_collected(monkeypatch, caplog):
+    engine = RolloutEngine(make_policy("discrete"), "auto", batch=4, check=False)
+    assert engine.kind == "onnx" and not engine.verified
+    engine.publish(7)
+    assert engine.verify(9e-6)
+    assert engine.kind == "onnx" and engine.verified
+
+    engine = RolloutEngine(make_policy("discrete"), "auto", batch=4, check=False)
+    engine.publish(7)
+    assert not engine.verify(float("inf"))
+    assert engine.kind == "graph" and engine.verified and engine.runtime.version == 7
+    assert "differs from the training graph" in caplog.text
+
+    engine = RolloutEngine(make_policy("discrete"), "onnx", batch=4, check=False)
+    with pytest.raises(ConfigError, match="differs from the training graph"):
+        engine.verify(1e-3)
+
+
+def test_differences_are_relative_above_one():
+    a, b = np.array([0.5, 100.0]), np.array([0.5, 100.01])
+    assert relative_difference(a, b) == pytest.approx(1e-4)
+    assert relative_difference(a / 200, b / 200) == pytest.approx(5e-5)
+    assert relative_difference(a, np.array([0.5, np.nan])) == float("inf")
+    assert relative_difference(a[:0], b[:0]) == 0
 
 
 def test_batch_invariant_rows_do_not_depend_on_their_batch():

@@ -11,12 +11,15 @@ from msrl_accel.algorithms.base import OnPolicyAlgorithm
 from msrl_accel.errors import ConfigError
 from msrl_accel.pipeline.trainer import Trainer
 from msrl_accel.rollout import Collector
+from msrl_accel.rollout_engine import relative_difference
+from msrl_accel.trajectories import Trajectories
 
 
 class SyncTrainer(Trainer):
     """Trains an on-policy algorithm on batches that its present policy collects."""
 
     algorithm: OnPolicyAlgorithm
+    checks_engine_first = False  # but on its first batch: that needs no graph of its own
 
     def build(self) -> None:
         config = self.config
@@ -44,6 +47,8 @@ class SyncTrainer(Trainer):
             self.collector.reset(self.config.seed)
         start = time.perf_counter()
         trajectories = self.collector.collect()
+        if not self.engine.verified:
+            trajectories = self._verify_engine(trajectories)
         collected = time.perf_counter()
         losses = self.algorithm.update(
             trajectories, self.step / self.config.total_steps, self.shuffle_rng
@@ -61,6 +66,18 @@ class SyncTrainer(Trainer):
             "time/update_seconds": updated - collected,
             "time/steps_per_second": trajectories.valid.sum() / (updated - start),
         }
+
+    def _verify_engine(self, trajectories: Trajectories) -> Trajectories:
+        """Compare the first batch with the training graph; collect another if that takes over."""
+        seen = self.algorithm.look(trajectories)
+        difference = max(
+            relative_difference(a[trajectories.valid], b[trajectories.valid])
+            for a, b in zip(seen, (trajectories.log_probs, trajectories.values))
+        )
+        if self.engine.verify(difference):
+            return trajectories
+        self.collector.runtime = self.engine.runtime
+        return self.collector.collect()
 
     def parts_state(self) -> dict[str, Any]:
         return {

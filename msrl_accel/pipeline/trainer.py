@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from msrl_accel.algorithms.base import Algorithm
 from msrl_accel.config import TrainConfig
 from msrl_accel.envs.base import VectorEnv
 from msrl_accel.evaluation import Evaluation, evaluate_run_policy
+from msrl_accel.graph_cache import GraphCache
 from msrl_accel.metrics import EpisodeStats
 from msrl_accel.normalize import RewardNormalizer
 from msrl_accel.observation_statistics import ObservationStatistics
@@ -42,6 +43,8 @@ class Trainer(TrainingLoop):
     engine: RolloutEngine
     episodes: EpisodeStats
     """Of the training environments."""
+    checks_engine_first: ClassVar[bool] = True
+    """Whether the rollout engine is checked when it is made, or later by `iterate`."""
 
     def __init__(self, config: TrainConfig, run: Run) -> None:
         super().__init__(config, run)
@@ -55,6 +58,8 @@ class Trainer(TrainingLoop):
                 config.n_envs,
                 config.runtime.batch_invariant,
                 self.algorithm.n_steps,
+                check=self.checks_engine_first,
+                cache=GraphCache(config, self.spec),
             )
             self.statistics = (
                 ObservationStatistics(self.algorithm.policy)

@@ -269,6 +269,25 @@ def test_the_evaluator_gives_the_same_for_any_number_of_rows(algorithms, monkeyp
         np.testing.assert_allclose(result[1].ravel(), expected[2], atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["discrete", "box", "kl", "decoupled"])
+def test_a_look_sees_what_the_policy_says_and_changes_nothing(algorithms, name):
+    ppo = algorithms(name)
+    ppo.update(random_trajectories(ppo, 8), 0.0, np.random.default_rng(0))  # moments other than 0
+    before = ppo.policy.arrays(), ppo.state()
+    t = random_trajectories(ppo, 9, invalid=4)
+    log_probs, values = ppo.evaluate(t)
+    # As if an engine had collected it, which rounds differently.
+    t = dataclasses.replace(t.with_values(values + 1e-6), log_probs=log_probs - 1e-6)
+    seen = ppo.look(t)
+    for found, expected in zip(seen, (log_probs, values)):
+        np.testing.assert_allclose(found[t.valid], expected[t.valid], atol=2e-6)
+    assert (seen[0] != t.log_probs)[t.valid].all()
+    for name, array in ppo.policy.arrays().items():
+        np.testing.assert_array_equal(array, before[0][name])
+    for name in ("moment1", "moment2", "adam_steps"):
+        np.testing.assert_array_equal(ppo.state()[name], before[1][name])
+
+
 def test_the_learning_rate_can_be_scaled(algorithms):
     for scale in (1.0, 0.5):
         ppo = algorithms("discrete")
