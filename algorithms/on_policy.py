@@ -104,6 +104,7 @@ class MinibatchGraph(nn.Cell):
             if self.kl_limit is not None:
                 log_ratio = record[0] - inputs[0]
                 kl = ((ops.exp(log_ratio) - 1.0 - log_ratio) * inputs[-1]).sum()
+                kl = self.optimizer.synchronize(kl)
                 count = ops.select(kl > self.kl_limit, i, count)
         self.optimizer.scatter()
         return i

@@ -11,6 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from msrl_accel.networks import Weights
+from msrl_accel.parallel.world import world
 
 if TYPE_CHECKING:
     from msrl_accel.policy import Policy
@@ -28,7 +29,8 @@ class FlatAdam(nn.Cell):
     back.
 
     construct(gradients, step_size, epsilon) -> norm of the gradient before clipping. A gradient
-    that is not finite counts as zero.
+    that is not finite counts as zero. Where several processes train together, the gradient is the
+    mean of theirs.
 
     Args:
         weights: the trained Parameters.
@@ -52,12 +54,17 @@ class FlatAdam(nn.Cell):
         self.concat = ops.Concat()
         self.is_finite = ops.IsFinite()
         self.half_square_sum = ops.L2Loss()
+        self.mean = _process_mean()
 
     def flatten(self, tensors: Weights) -> Tensor:
         pieces = []
         for tensor in tensors:
             pieces.append(tensor.reshape((-1,)))
         return self.concat(tuple(pieces))
+
+    def synchronize(self, vector: Tensor) -> Tensor:
+        """The mean over the processes that train together; of one, the vector itself."""
+        return vector if self.mean is None else self.mean(vector)
 
     def gather(self) -> Tensor:
         """Copy the weights into the flat vector."""
@@ -83,7 +90,7 @@ class FlatAdam(nn.Cell):
             ops.assign(self.weights[i], tensors[i])
 
     def construct(self, gradients: Weights, step_size: Tensor, epsilon: Tensor) -> Tensor:
-        gradient = self.flatten(gradients)
+        gradient = self.synchronize(self.flatten(gradients))
         norm = ops.sqrt(2.0 * self.half_square_sum(gradient))
         scale = self.max_grad_norm / ops.maximum(norm, self.max_grad_norm)
         # Select, since a product with zero would keep NaN.
@@ -102,6 +109,15 @@ class FlatAdam(nn.Cell):
             gradient,
         )
         return ops.depend(norm, updated)
+
+
+def _process_mean() -> nn.Cell | None:
+    """What averages over the processes of this run; None for a single one."""
+    if world().size == 1:
+        return None
+    from msrl_accel.parallel.collectives import GradientMean
+
+    return GradientMean(world().size)
 
 
 class EvaluateActions(nn.Cell):

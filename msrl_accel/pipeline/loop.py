@@ -109,7 +109,7 @@ class TrainingLoop(ABC):
             progress = stack.enter_context(
                 Progress(c.total_steps, initial=self.step, quiet=c.quiet)
             )
-            while self.step < c.total_steps and stop.requested is None:
+            while self.step < c.total_steps and not self.stopping:
                 metrics = self.iterate()
                 if not metrics:  # interrupted before it was complete
                     continue
