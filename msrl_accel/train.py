@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,9 @@ from msrl_accel.run import (
 )
 
 if TYPE_CHECKING:
-    from msrl_accel.pipeline.trainer import Trainer
+    from msrl_accel.pipeline.loop import TrainingLoop
+
+    MakeTrainer = Callable[[TrainConfig, Run], TrainingLoop]
 
 PROG = "python -m msrl_accel.train"
 
@@ -73,9 +75,15 @@ def _saved_config(resume: str | Path | None, algo: str | None) -> Path | None:
     return run.path / CONFIG_FILE
 
 
-def _train(config: TrainConfig, resume: str | Path | None) -> tuple[Run, str | None]:
-    """The run, and the name of the signal that stopped it early."""
-    trainer = _make_trainer(config, resume)
+def _train(
+    config: TrainConfig, resume: str | Path | None, make: MakeTrainer | None = None
+) -> tuple[Run, str | None]:
+    """The run, and the name of the signal that stopped it early.
+
+    Args:
+        make: another trainer than the configuration's.
+    """
+    trainer = _make_trainer(config, resume, make)
     run = trainer.run
     try:
         if resume is not None:
@@ -100,11 +108,13 @@ def _train(config: TrainConfig, resume: str | Path | None) -> tuple[Run, str | N
         trainer.close()
 
 
-def _make_trainer(config: TrainConfig, resume: str | Path | None) -> Trainer:
+def _make_trainer(
+    config: TrainConfig, resume: str | Path | None, make: MakeTrainer | None
+) -> TrainingLoop:
     # Imports MindSpore, which config errors need not wait for.
     from msrl_accel.pipeline import trainer_class
 
-    make = trainer_class(config)
+    make = make or trainer_class(config)
     if resume is not None:
         run = Run(resume)
         check_resumable(run, config)
