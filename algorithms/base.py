@@ -27,6 +27,8 @@ class Algorithm(ABC):
     """
 
     Config: ClassVar[type[Section]]
+    trainer: ClassVar[str] = ""
+    """Its training loop, module:Class, where it needs one of its own."""
     policy: Policy
     n_steps: int = 1
     """Steps each environment takes between updates."""
@@ -42,6 +44,14 @@ class Algorithm(ABC):
             SpaceError: the algorithm cannot act in such spaces.
         """
         return Policy(spec, config.policy, config.seed)
+
+    @classmethod
+    def with_critic(cls, config: TrainConfig, policy: Policy, state: dict[str, Any]) -> Policy:
+        """The policy with a value, from the critics in a checkpoint's `state`.
+
+        Policies that already return one are given back as they are.
+        """
+        return policy
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

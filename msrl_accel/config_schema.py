@@ -101,6 +101,8 @@ class Section:
 
     run_defaults: ClassVar[Mapping[str, Any]] = {}
     """Of an algorithm's section: its own defaults for the rest of the configuration."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Of an algorithm's section: fields that a resumed run must leave as they are."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

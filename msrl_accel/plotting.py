@@ -14,9 +14,10 @@ import numpy as np
 from msrl_accel.files import PathLike, write_bytes_atomic
 
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9661f", "#4a4a4a"
-# Small panels, in order: title -> metric names, matched after the last "/".
+# Small panels, in order: title -> metric names, whole or after the last "/".
 _PANELS = {
-    "Policy loss": ("policy_loss", "actor_loss"),
+    "Supervised loss": ("sft/loss",),
+    "Policy loss": ("policy_loss", "actor_loss", "grpo/loss"),
     "Value loss": ("value_loss", "critic_loss"),
     "KL divergence": ("approx_kl", "kl"),
     "Entropy": ("entropy",),
@@ -30,9 +31,10 @@ def plot_learning_curve(
 
     `metrics` is what `read_metrics` gives. Drawn are "step", "episode/return" with the band of
     "episode/return_min" and "_max" (or "_std"), "eval/return" with "eval/return_std", and losses,
-    KL and entropy if present. Returns the path of the PNG written, or the
-    `matplotlib.figure.Figure` when `path` is None. The global state of pyplot stays untouched.
-    Without matplotlib (extra `plot`): a warning, and None.
+    KL and entropy if present; of language models also "eval/pass@k".
+
+    Returns the path of the PNG written, or the `matplotlib.figure.Figure` when `path` is None. The
+    global state of pyplot stays untouched. Without matplotlib (extra `plot`): a warning, and None.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -97,14 +99,33 @@ def _draw_returns(axes: Any, metrics: Mapping[str, np.ndarray]) -> None:
             capsize=2.5,
             elinewidth=1.0,
             markeredgecolor="white",
-            label="evaluation" + ("" if spread is None else " ± std"),
+            label=("held out, greedy" if _of_text(metrics) else "evaluation")
+            + ("" if spread is None else " ± std"),
         )
+    for name, color in zip(_pass_rates(metrics), ("#3a8f5c", _GREY)):
+        steps, rates = _series(metrics, name)
+        label = f"held out, {name.rsplit('/', 1)[-1]}"
+        axes.plot(steps, rates, ".--", color=color, linewidth=1.0, label=label)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none", fontsize=9)
     else:
         axes.text(0.5, 0.5, "no episode has ended yet", transform=axes.transAxes, ha="center")
-    axes.set_ylabel("episode return")
+    axes.set_ylabel("reward" if _of_text(metrics) else "episode return")
     _style(axes)
+    if _of_text(metrics):
+        axes.set_xlabel("examples and completions")
+
+
+def _of_text(metrics: Mapping[str, np.ndarray]) -> bool:
+    """Whether a language model was trained."""
+    return "sft/loss" in metrics or "rollout/accuracy" in metrics
+
+
+def _pass_rates(metrics: Mapping[str, np.ndarray]) -> list[str]:
+    """Metrics of pass@1 and of the largest k."""
+    names = [name for name in metrics if name.startswith("eval/pass@")]
+    names.sort(key=lambda name: int(name.rsplit("@", 1)[-1]))
+    return names if len(names) < 2 else [names[0], names[-1]]
 
 
 def _draw_panel(axes: Any, name: str, series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
@@ -171,6 +192,7 @@ def _present_panels(
     metrics: Mapping[str, np.ndarray],
 ) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
     by_tail = {name.rsplit("/", 1)[-1]: name for name in metrics}
+    by_tail.update({name: name for name in metrics})
     panels = {}
     for title, tails in _PANELS.items():
         series = {tail: _series(metrics, by_tail[tail]) for tail in tails if tail in by_tail}

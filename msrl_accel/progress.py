@@ -59,7 +59,7 @@ class Progress:
             self._return = episode_return
         if self._bar is not None:
             if not math.isnan(self._return):
-                self._bar.set_postfix_str(f"return {self._return:.1f}", refresh=False)
+                self._bar.set_postfix_str(f"return {_short(self._return)}", refresh=False)
             self._bar.update(advance)
         elif self._clock() - self._last_line >= self._interval:
             self._print_line()
@@ -100,7 +100,7 @@ class Progress:
             f"{rate:,.0f} steps/s",
         ]
         if not math.isnan(self._return):
-            parts.append(f"return {self._return:.1f}")
+            parts.append(f"return {_short(self._return)}")
         if rate > 0 and self._step < self._total:
             parts.append(f"{format_duration((self._total - self._step) / rate)} left")
         self.write(", ".join(parts))
@@ -117,6 +117,10 @@ class _StepsBar(tqdm):  # type: ignore[type-arg]
             rate = (self.n - self.initial) / elapsed if elapsed else 0.0
         values["rate_text"] = f"{float(str(rate)):,.0f} steps/s"
         return values
+
+
+def _short(number: float) -> str:
+    return f"{number:.1f}" if abs(number) >= 10 else f"{number:.3g}"
 
 
 def format_duration(seconds: float) -> str:

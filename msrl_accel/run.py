@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Union
 import numpy as np
 
 from msrl_accel import html
-from msrl_accel.checkpoint import Checkpoint, CheckpointStore
+from msrl_accel.checkpoint import Checkpoint, CheckpointStore, unflatten_state
 from msrl_accel.config import TrainConfig, load_config
-from msrl_accel.errors import CheckpointError, ConfigError
+from msrl_accel.errors import CheckpointError, ConfigError, PolicyError
 from msrl_accel.files import write_text_atomic
 from msrl_accel.metrics import CSV_FILE, read_metrics
 from msrl_accel.plotting import plot_learning_curve
@@ -24,11 +24,16 @@ from msrl_accel.spaces import PolicySpec
 
 if TYPE_CHECKING:
     from msrl_accel.acting import ActingPolicy
+    from msrl_accel.lm.language_model import LanguageModel
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 PLOT_FILE = "learning_curve.png"
 POLICY_PREFIX = "policy/"
+MODEL_FOLDER = "model"
+"""The trained language model, for this library and for transformers."""
+DESCRIPTION_FOLDER = "tokenizer"
+"""Tokenizer and configuration of a language model, which its checkpoints do not repeat."""
 
 WhichCheckpoint = Union[str, int]
 
@@ -128,23 +133,49 @@ class Run:
         """The policy of the last checkpoint: `run.policy.act(observation, deterministic=True)`."""
         return self.load_policy("last")
 
-    def load_policy(self, which: WhichCheckpoint = "last") -> ActingPolicy:
-        """The policy of a checkpoint: 'last', 'best', or a step."""
+    def load_policy(
+        self, which: WhichCheckpoint = "last", *, with_critic: bool = False
+    ) -> ActingPolicy:
+        """The policy of a checkpoint: 'last', 'best', or a step.
+
+        Args:
+            which: the checkpoint.
+            with_critic: whether an actor without a value gets that of its critics.
+        """
         from msrl_accel.acting import ActingPolicy
         from msrl_accel.algorithms import algorithm_class
         from msrl_accel.device import set_up
         from msrl_accel.runtime.graph import GraphRuntime
 
         checkpoint = self.checkpoints.load(which)
+        if "spec" not in checkpoint.meta:
+            raise PolicyError(
+                f"{self.path} holds a language model, which acts in no environment: "
+                "open it with run.language_model()"
+            )
         set_up(self.config.runtime)
         spec = PolicySpec.from_dict(checkpoint.meta["spec"])
-        policy = algorithm_class(self.config.algo).build_policy(self.config, spec)
+        algorithm = algorithm_class(self.config.algo)
+        policy = algorithm.build_policy(self.config, spec)
         policy.load_arrays(policy_arrays(checkpoint))
+        if with_critic:
+            state = unflatten_state(checkpoint.arrays, checkpoint.meta["state"])["trainer"]
+            policy = algorithm.with_critic(self.config, policy, state["algorithm"])
         return ActingPolicy(GraphRuntime(policy, version=checkpoint.step), self.config.seed)
 
+    def language_model(self, which: WhichCheckpoint = "last") -> LanguageModel:
+        """The language model of a checkpoint: `run.language_model().complete(["12+34="])`."""
+        from msrl_accel.lm.runs import load_language_model
+
+        return load_language_model(self, which)
+
     def __repr__(self) -> str:
-        result = self.summary.get("deterministic", {}).get("return_mean")
-        reached = "" if result is None else f", deterministic return {result:.1f}"
+        result = self.summary.get("deterministic", {})
+        reached = ""
+        if "accuracy" in result:
+            reached = f", {result['accuracy']:.1%} right of held-out problems"
+        elif result:
+            reached = f", deterministic return {result['return_mean']:.1f}"
         return f"Run({str(self.path)!r}: {self.config.algo} on {self.config.env}{reached})"
 
     def _repr_html_(self) -> str:
@@ -169,6 +200,9 @@ class Run:
 
 
 def _score(evaluation: Mapping[str, Any]) -> str:
+    if "accuracy" in evaluation:
+        problems = f"{evaluation['problems']} held-out problems"
+        return f"{evaluation['return_mean']:.3f}; {evaluation['accuracy']:.1%} right of {problems}"
     mean, std = evaluation["return_mean"], evaluation["return_std"]
     return f"{mean:.1f} +- {std:.1f} over {evaluation['episodes']} episodes"
 
@@ -219,6 +253,8 @@ def _identity(config: TrainConfig) -> dict[str, Any]:
     """The values, by key, that no resumed run may change."""
     values = {key: getattr(config, key) for key in ("algo", "env", "env_kwargs", "seed", "n_envs")}
     values["pipeline.mode"] = config.pipeline.mode
+    for key in config.algorithm.fixed:
+        values[f"{config.algo}.{key}"] = getattr(config.algorithm, key)
     return {**values, **{f"policy.{key}": value for key, value in vars(config.policy).items()}}
 
 

@@ -128,7 +128,7 @@ def _make_trainer(
         raise
 
 
-def _evaluate(trainer: Trainer) -> None:
+def _evaluate(trainer: TrainingLoop) -> None:
     """The closing evaluation, into the run's summary."""
     run, config = trainer.run, trainer.config
     results = {
@@ -144,26 +144,19 @@ def _evaluate(trainer: Trainer) -> None:
         **{kind: result.to_dict() for kind, result in results.items()},
     }
     run.write_summary(summary)
-    rows = {kind: str(result) for kind, result in results.items()}
-    _say(config, _complete(run, trainer.step, trainer.seconds, rows))
+    step, seconds = trainer.step, trainer.seconds
+    rows = {f"{trainer.result_name}, {kind}": str(result) for kind, result in results.items()}
+    rows["steps"] = f"{step:,} in {format_duration(seconds)} ({step / max(seconds, 1e-9):,.0f}/s)"
+    rows["run directory"] = str(run.path)
+    rows["learning curve"] = str(run.path / PLOT_FILE)
+    rows["evaluate again"] = f"python -m msrl_accel.evaluate {run.path}"
+    rows.update(trainer.next_steps())
+    _say(config, format_summary(f"Trained {config.algo} on {config.env}", rows))
 
 
 def _say(config: TrainConfig, text: str) -> None:
     if not config.quiet:
         print(text)
-
-
-def _complete(run: Run, step: int, seconds: float, results: Mapping[str, str]) -> str:
-    rows = {
-        "return, deterministic": results["deterministic"],
-        "return, sampled": results["sampled"],
-        "steps": f"{step:,} in {format_duration(seconds)} ({step / max(seconds, 1e-9):,.0f}/s)",
-        "run directory": str(run.path),
-        "learning curve": str(run.path / PLOT_FILE),
-        "evaluate again": f"python -m msrl_accel.evaluate {run.path}",
-        "watch it act": f"python -m msrl_accel.evaluate {run.path} --render episode.gif",
-    }
-    return format_summary(f"Trained {run.config.algo} on {run.config.env}", rows)
 
 
 def _stopped(run: Run, step: int, config: TrainConfig) -> str:

@@ -52,6 +52,10 @@ class PromptEncoder:
             ids = self.tokenizer.chat(messages)
         return np.array(ids, np.int32)
 
+    def short(self, problems: Sequence[Problem], longest: int) -> list[Problem]:
+        """The problems whose prompts have at most `longest` tokens."""
+        return [problem for problem in problems if len(self.prompt(problem)) <= longest]
+
     def answer(self, text: str) -> np.ndarray:
         """Token ids of a completion and the end token [L] int32."""
         return np.array([*self.tokenizer.encode(text), self.tokenizer.eos_ids[0]], np.int32)

@@ -58,6 +58,13 @@ class TrainingLoop(ABC):
     def evaluate(self, deterministic: bool) -> Evaluation:
         """Separate episodes."""
 
+    result_name = "return"
+    """What an evaluation tells."""
+
+    def next_steps(self) -> dict[str, str]:
+        """What can be done with the result, for the text that closes a run."""
+        return {}
+
     def evaluation_metrics(self) -> dict[str, float]:
         """What an evaluation during training finds."""
         result = self.evaluate(deterministic=True)

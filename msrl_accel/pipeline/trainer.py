@@ -110,6 +110,10 @@ class Trainer(TrainingLoop):
             deterministic=deterministic,
         )
 
+    def next_steps(self) -> dict[str, str]:
+        command = f"python -m msrl_accel.evaluate {self.run.path} --render episode.gif"
+        return {"watch it act": command}
+
     @property
     def score(self) -> float:
         """Mean training return."""
