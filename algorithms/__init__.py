@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 # Imported on use: an algorithm's module imports MindSpore.
 ALGORITHMS = {
     "dqn": "msrl_accel.algorithms.dqn:DQN",
+    "grpo": "msrl_accel.algorithms.grpo:GRPO",
     "ppo": "msrl_accel.algorithms.ppo:PPO",
+    "sft": "msrl_accel.algorithms.sft:SFT",
 }
 
 
