@@ -99,14 +99,15 @@ def layer_order(config: LMConfig) -> dict[str, int]:
 def initial_weight(
     config: LMConfig, name: str, shape: tuple[int, ...], rng: np.random.Generator
 ) -> np.ndarray:
-    """Start of training from nothing: as GPT-2 (Radford et al. 2019), biases zero, norms one.
+    """Start of training from nothing; biases zero, norms one.
 
-    Matrices are normal of deviation 0.02, those that write to the residual stream 0.02 divided by
-    sqrt(2 * layers).
+    Matrices are normal of deviation sqrt(2 / (5 hidden_size)) (Nguyen & Salazar 2019,
+    arXiv:1910.05895), those that write to the residual stream of that divided by sqrt(2 * layers)
+    (Radford et al. 2019). GPT-2's 0.02 is the same at its size, and too little for small models.
     """
     if len(shape) == 1:
         return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
-    deviation = 0.02
+    deviation = np.sqrt(0.4 / config.hidden_size)
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         deviation /= np.sqrt(2.0 * config.n_layers)
     return rng.standard_normal(shape, np.float32) * np.float32(deviation)
