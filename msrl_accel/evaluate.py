@@ -18,6 +18,7 @@ from msrl_accel.run import Run, WhichCheckpoint
 if TYPE_CHECKING:
     from msrl_accel.acting import ActingPolicy
     from msrl_accel.evaluation import Evaluation
+    from msrl_accel.lm.evaluation import TextEvaluation
     from msrl_accel.render import Episode
 
 PROG = "python -m msrl_accel.evaluate"
@@ -26,17 +27,18 @@ DEFAULT_EPISODES = 20
 
 def evaluate(
     run: Run | str | Path,
-    episodes: int = DEFAULT_EPISODES,
+    episodes: int | None = None,
     *,
     deterministic: bool = True,
     checkpoint: WhichCheckpoint = "last",
     seed: int | None = None,
 ) -> Evaluation:
-    """Play whole episodes with the policy of a run.
+    """Play whole episodes with the policy of a run, or let its language model solve problems.
 
     Args:
         run: a run, or its directory.
-        episodes: how many, at least 1.
+        episodes: how many, at least 1; default 20. Of a language model: held-out problems, by
+            default as many as in the run's own evaluations.
         deterministic: the mode of the action distribution; otherwise samples.
         checkpoint: "last", "best" (by mean training return), or the step of one.
         seed: of the environments and the samples; by default that of the run's own closing
@@ -52,11 +54,37 @@ def evaluate(
     """
     run = run if isinstance(run, Run) else Run(run)
     _check_counts(episodes, seed)
+    if _has_language_model(run):
+        return _evaluate_text(run, episodes, deterministic, checkpoint, seed)
     return _evaluate(run, _load_policy(run, checkpoint), episodes, deterministic, seed)
 
 
-def _check_counts(episodes: int, seed: int | None) -> None:
-    if episodes < 1:
+def _has_language_model(run: Run) -> bool:
+    from msrl_accel.algorithms.language_model import LanguageModelConfig
+
+    return isinstance(run.config.algorithm, LanguageModelConfig)
+
+
+def _evaluate_text(
+    run: Run,
+    problems: int | None,
+    deterministic: bool,
+    checkpoint: WhichCheckpoint,
+    seed: int | None,
+) -> TextEvaluation:
+    from msrl_accel.lm.runs import evaluate_language_model
+
+    return evaluate_language_model(
+        run,
+        run.config.evaluation.episodes if problems is None else problems,
+        deterministic=deterministic,
+        checkpoint=checkpoint,
+        seed=seed,
+    )
+
+
+def _check_counts(episodes: int | None, seed: int | None) -> None:
+    if episodes is not None and episodes < 1:
         raise ConfigError(f"episodes = {episodes}: must be at least 1")
     if seed is not None and seed < 0:
         raise ConfigError(f"seed = {seed}: must be at least 0")
@@ -67,10 +95,11 @@ def _load_policy(run: Run, checkpoint: WhichCheckpoint) -> ActingPolicy:
 
 
 def _evaluate(
-    run: Run, policy: ActingPolicy, episodes: int, deterministic: bool, seed: int | None
+    run: Run, policy: ActingPolicy, episodes: int | None, deterministic: bool, seed: int | None
 ) -> Evaluation:
     from msrl_accel.evaluation import evaluate_run_policy
 
+    episodes = DEFAULT_EPISODES if episodes is None else episodes
     return evaluate_run_policy(
         policy.runtime, run.config, episodes, deterministic=deterministic, seed=seed
     )
@@ -101,8 +130,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--episodes",
         type=int,
-        default=DEFAULT_EPISODES,
-        help="Whole episodes to play (default %(default)s).",
+        help=f"Whole episodes to play (default {DEFAULT_EPISODES}); of a language model, held-out "
+        "problems (default: as in training).",
     )
     parser.add_argument(
         "--checkpoint",
@@ -161,6 +190,8 @@ def _report(args: argparse.Namespace) -> str:
         from msrl_accel.render import check_target
 
         check_target(args.render)
+    if _has_language_model(run):
+        return _text_report(run, args)
     policy = _load_policy(run, args.checkpoint)
     deterministic = not args.sampled
     result = _evaluate(run, policy, args.episodes, deterministic, args.seed)
@@ -169,6 +200,25 @@ def _report(args: argparse.Namespace) -> str:
         episode = _render(run, policy, args.render, deterministic, args.seed)
     make = _as_json if args.json else _as_text
     return make(run, policy.runtime.version, result, episode)
+
+
+def _text_report(run: Run, args: argparse.Namespace) -> str:
+    """As `_report`, for a language model."""
+    if args.render is not None:
+        raise ConfigError(
+            f"--render {args.render}: a language model has nothing to draw; its completions are in "
+            f"{run.path / 'samples.jsonl'}"
+        )
+    result = _evaluate_text(run, args.episodes, not args.sampled, args.checkpoint, args.seed)
+    step = run.checkpoints.load(args.checkpoint).step
+    if args.json:
+        return _as_json(run, step, result, None)
+    rows = {
+        "held out": result,
+        "mean length": f"{result.lengths.mean():.1f} tokens",
+        "checkpoint": f"step {step:,}",
+    }
+    return format_summary(f"{run.config.algo} on {run.config.env}", rows)
 
 
 def _as_json(run: Run, step: int, result: Evaluation, episode: Episode | None) -> str:
