@@ -289,3 +289,13 @@ class PolicyLoss(nn.Cell):
             to_reference = log_ratio(log_prob, reference_log_prob, mask)
             loss = loss + self.kl_coef * kl_estimate(self.kl, to_reference)
         return (loss * weight).sum()
+
+
+class SupervisedLoss(nn.Cell):
+    """Scalar: the weighted sum of -log pi; the arguments of `PolicyLoss`, of which it needs two."""
+
+    def construct(  # type: ignore[no-untyped-def]
+        self, log_prob, old_log_prob, reference_log_prob, advantage, weight, sequence, share
+    ):
+        chosen = ops.select(weight > 0, log_prob, ops.zeros_like(log_prob))
+        return -(chosen * weight).sum()

@@ -1,0 +1,298 @@
+"""Log-probabilities and gradients of a micro-batch, in compiled graphs.
+
+Two ways to the same numbers. `WholeModel` is one graph of all layers: fast, but compilation grows
+with depth, and every activation is kept. `LayerByLayer` compiles one layer and runs it for each; it
+keeps only the layers' inputs and computes the rest again in the backward pass. (On CPU,
+recomputation within one graph saves no memory: operators run as soon as their inputs are there, so
+the second forward pass runs early.)
+
+Weights are arguments everywhere: the same graphs serve a policy and its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Union
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from msrl_accel.lm.model import CausalLM
+from msrl_accel.networks import Weights
+
+Sums = list[Union[Tensor, np.ndarray]]
+"""Gradients added up over micro-batches, one a weight; empty before the first."""
+
+
+class BatchTensors(NamedTuple):
+    """A `MicroBatch` as tensors, and how its tokens were sampled."""
+
+    tokens: Tensor
+    positions: Tensor
+    segments: Tensor
+    prefixes: Tensor
+    sources: Tensor
+    targets: Tensor
+    temperature: Tensor
+    kept: Tensor
+    """[K, n] int32: what top-k or top-p sampling kept; not read unless `restricted`."""
+
+
+class BackwardResult(NamedTuple):
+    """What a backward pass tells besides gradients."""
+
+    loss: Tensor
+    log_prob: Tensor
+    """[K]"""
+    entropy: Tensor
+    """[K]"""
+
+
+class Forward(nn.Cell):
+    """construct(*BatchTensors, *weights) -> log-probability [K], entropy [K]."""
+
+    def __init__(self, model: CausalLM, restricted: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.model, self.restricted = model, restricted
+
+    def log_probs(self, weights, batch):  # type: ignore[no-untyped-def]
+        tokens, positions, segments, prefixes, sources, targets, temperature, kept = batch
+        hidden = self.model.forward(weights, tokens, positions, segments, prefixes)
+        if not self.restricted:
+            kept = None
+        return self.model.target_log_probs(weights, hidden, sources, targets, temperature, kept)
+
+    def construct(self, *arguments):  # type: ignore[no-untyped-def]
+        return self.log_probs(arguments[8:], arguments[:8])
+
+
+class Backward(Forward):
+    """construct(*BatchTensors, *TokenInputs, *weights[, *sums]) -> loss, log-probability [K],
+    entropy [K], and the gradient of each weight, added to `sums` where these are given.
+    """
+
+    def __init__(self, model: CausalLM, loss: nn.Cell, restricted: bool, has_sums: bool) -> None:
+        super().__init__(model, restricted)
+        self.loss = loss
+        self.has_sums = has_sums
+        self.n = len(model.weights)
+        self.gradient = ops.value_and_grad(self.value, 0, None, has_aux=True)
+
+    def value(self, weights, batch, inputs):  # type: ignore[no-untyped-def]
+        log_prob, entropy = self.log_probs(weights, batch)
+        return self.loss(log_prob, *inputs), log_prob, ops.stop_gradient(entropy)
+
+    def construct(self, *arguments):  # type: ignore[no-untyped-def]
+        weights, sums = arguments[14 : 14 + self.n], arguments[14 + self.n :]
+        results, gradients = self.gradient(weights, arguments[:8], arguments[8:14])
+        if not self.has_sums:
+            return (*results, *gradients)
+        total: Weights = ()
+        for i in range(self.n):
+            total = (*total, sums[i] + gradients[i])
+        return (*results, *total)
+
+
+class WholeModel:
+    """One graph of the whole model for each shape of micro-batch."""
+
+    def __init__(self, model: CausalLM, loss: nn.Cell) -> None:
+        either = (False, True)
+        self.forward = {restricted: Forward(model, restricted) for restricted in either}
+        self.backward = {
+            (restricted, has_sums): Backward(model, loss, restricted, has_sums)
+            for restricted in either
+            for has_sums in either
+        }
+
+    def log_probs(
+        self, weights: Weights, batch: BatchTensors, restricted: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [K]; `restricted`: over the kept tokens only."""
+        result: tuple[Tensor, Tensor] = self.forward[restricted](*batch, *weights)
+        return result
+
+    def gradients(
+        self,
+        weights: Weights,
+        batch: BatchTensors,
+        restricted: bool,
+        inputs: Sequence[Tensor],
+        sums: Sums,
+    ) -> tuple[BackwardResult, Sums]:
+        """Results, and `sums` with the gradients added.
+
+        Args:
+            weights: in the order of the model's.
+            batch: the micro-batch.
+            restricted: take probabilities over the kept tokens only.
+            inputs: the fields of `TokenInputs`.
+            sums: of the micro-batches before.
+        """
+        graph = self.backward[restricted, bool(sums)]
+        loss, log_prob, entropy, *sums = graph(*batch, *inputs, *weights, *sums)
+        return BackwardResult(loss, log_prob, entropy), sums
+
+
+class Tables(nn.Cell):
+    """construct(tokens, positions, segments, prefixes, embedding) -> embedded tokens [B * T, H];
+    and what all layers need: cosines and sines [B, 1, T, head_dim / 2], attention bias.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = model
+
+    def construct(self, tokens, positions, segments, prefixes, embedding):  # type: ignore[no-untyped-def]
+        rows, length = tokens.shape
+        return (
+            ops.gather(embedding, tokens.reshape((-1,)), 0),
+            ops.gather(self.model.cos, positions, 0).reshape((rows, 1, length, -1)),
+            ops.gather(self.model.sin, positions, 0).reshape((rows, 1, length, -1)),
+            self.model.attention_bias(segments, prefixes),
+        )
+
+
+class Layer(nn.Cell):
+    """construct(x, cos, sin, bias, *weights of the layer) -> x of the next."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__(auto_prefix=False)
+        self.block = model.block
+
+    def construct(self, x, cos, sin, bias, *weights):  # type: ignore[no-untyped-def]
+        return self.block(x, weights, cos, sin, bias)[0]
+
+
+class LayerBackward(Layer):
+    """construct(dout, x, cos, sin, bias, *weights of the layer) -> dx, *gradients of the weights.
+
+    The layer's activations are computed again.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__(model)
+        self.gradient = ops.grad(self.product, (0, 1))
+
+    def product(self, x, weights, cos, sin, bias, dout):  # type: ignore[no-untyped-def]
+        """A scalar whose gradients are those of the layer times `dout`."""
+        return (self.block(x, weights, cos, sin, bias)[0] * dout).sum()
+
+    def construct(self, dout, x, cos, sin, bias, *weights):  # type: ignore[no-untyped-def]
+        dx, gradients = self.gradient(x, weights, cos, sin, bias, dout)
+        return (dx, *gradients)
+
+
+class Head(nn.Cell):
+    """construct(x [B * T, H], final norm, projection, sources, targets, temperature, kept) ->
+    log-probability [K], entropy [K].
+    """
+
+    def __init__(self, model: CausalLM, restricted: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.norm = model.norm
+        self.head = model.restricted_head if restricted else model.head
+
+    def log_probs(self, x, norm, projection, choice):  # type: ignore[no-untyped-def]
+        sources, targets, temperature, kept = choice
+        rows = self.norm(ops.gather(x, sources, 0), norm)
+        return self.head(rows, projection, targets, temperature, kept)
+
+    def construct(self, x, norm, projection, *choice):  # type: ignore[no-untyped-def]
+        return self.log_probs(x, norm, projection, choice)
+
+
+class HeadBackward(Head):
+    """construct(the arguments of `Head`, *TokenInputs) -> loss, log-probability [K], entropy [K],
+    dx, gradients of final norm and projection.
+    """
+
+    def __init__(self, model: CausalLM, loss: nn.Cell, restricted: bool) -> None:
+        super().__init__(model, restricted)
+        self.loss = loss
+        self.gradient = ops.value_and_grad(self.value, (0, 1, 2), None, has_aux=True)
+
+    def value(self, x, norm, projection, choice, inputs):  # type: ignore[no-untyped-def]
+        log_prob, entropy = self.log_probs(x, norm, projection, choice)
+        return self.loss(log_prob, *inputs), log_prob, ops.stop_gradient(entropy)
+
+    def construct(self, x, norm, projection, *arguments):  # type: ignore[no-untyped-def]
+        results, gradients = self.gradient(x, norm, projection, arguments[:4], arguments[4:])
+        return (*results, *gradients)
+
+
+class EmbeddingBackward(nn.Cell):
+    """construct(tokens [B, T], dx [B * T, H]) -> gradient of the embedding [V, H]."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__(auto_prefix=False)
+        self.vocab_size = model.config.vocab_size
+
+    def construct(self, tokens, dx):  # type: ignore[no-untyped-def]
+        return ops.unsorted_segment_sum(dx, tokens.reshape((-1,)), self.vocab_size)
+
+
+class LayerByLayer:
+    """One graph for all layers, run for each; gradients are added up on the host."""
+
+    def __init__(self, model: CausalLM, loss: nn.Cell) -> None:
+        self.model = model
+        self.tables = Tables(model)
+        self.layer, self.layer_backward = Layer(model), LayerBackward(model)
+        self.head = {restricted: Head(model, restricted) for restricted in (False, True)}
+        self.head_backward = {
+            restricted: HeadBackward(model, loss, restricted) for restricted in (False, True)
+        }
+        self.embedding_backward = EmbeddingBackward(model)
+        self.n_layers = model.config.n_layers
+        self.norm = 1 + self.n_layers * model.per_layer
+        self.projection = 0 if model.config.tie_embeddings else len(model.weights) - 1
+
+    def log_probs(
+        self, weights: Weights, batch: BatchTensors, restricted: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `WholeModel.log_probs`."""
+        x, *tables = self.tables(*batch[:4], weights[0])
+        for i in range(self.n_layers):
+            x = self.layer(x, *tables, *self.model.layer_weights(weights, i))
+        result: tuple[Tensor, Tensor] = self.head[restricted](
+            x, weights[self.norm], weights[self.projection], *batch[4:]
+        )
+        return result
+
+    def gradients(
+        self,
+        weights: Weights,
+        batch: BatchTensors,
+        restricted: bool,
+        inputs: Sequence[Tensor],
+        sums: Sums,
+    ) -> tuple[BackwardResult, Sums]:
+        """As `WholeModel.gradients`."""
+        total: dict[int, np.ndarray] = dict(enumerate(sums))
+
+        def add(index: int, gradient: Tensor) -> None:
+            array = gradient.asnumpy()
+            if index in total:
+                total[index] += array
+            else:
+                total[index] = array
+
+        x, *tables = self.tables(*batch[:4], weights[0])
+        layer_inputs = []
+        for i in range(self.n_layers):
+            layer_inputs.append(x)
+            x = self.layer(x, *tables, *self.model.layer_weights(weights, i))
+        loss, log_prob, entropy, dx, dnorm, dprojection = self.head_backward[restricted](
+            x, weights[self.norm], weights[self.projection], *batch[4:], *inputs
+        )
+        add(self.norm, dnorm)
+        add(self.projection, dprojection)
+        for i in reversed(range(self.n_layers)):
+            dx, *gradients = self.layer_backward(
+                dx, layer_inputs.pop(), *tables, *self.model.layer_weights(weights, i)
+            )
+            for j, gradient in enumerate(gradients):
+                add(1 + i * self.model.per_layer + j, gradient)
+        add(0, self.embedding_backward(batch.tokens, dx))
+        return BackwardResult(loss, log_prob, entropy), [total[i] for i in range(len(weights))]
