@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 ALGORITHMS = {
     "dqn": "msrl_accel.algorithms.dqn:DQN",
     "grpo": "msrl_accel.algorithms.grpo:GRPO",
+    "impala": "msrl_accel.algorithms.impala:Impala",
     "ppo": "msrl_accel.algorithms.ppo:PPO",
+    "sac": "msrl_accel.algorithms.sac:SAC",
     "sft": "msrl_accel.algorithms.sft:SFT",
 }
 

@@ -244,3 +244,16 @@ def explained_variance(t: Trajectories, advantages: np.ndarray) -> float:
     residual = advantages[valid]
     variance = float(np.var(residual + t.values.reshape(-1)[valid]))
     return 1.0 - float(np.var(residual)) / variance if variance > 0 else float("nan")
+
+
+def behaviour_metrics(log_ratios: np.ndarray, valid: np.ndarray) -> dict[str, float]:
+    """How far the policy that acted, mu, is from the one the update starts from; [T, N].
+
+    behaviour_kl = mean((x - 1) - log x) with x = pi_prox / mu; importance_max is the largest x.
+    """
+    log_ratio = log_ratios[valid].astype(np.float64)
+    ratio = np.exp(np.minimum(log_ratio, 50.0))
+    return {
+        "behaviour_kl": float((ratio - 1 - log_ratio).mean()),
+        "importance_max": float(ratio.max()),
+    }

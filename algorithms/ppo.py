@@ -14,6 +14,7 @@ from msrl_accel.algorithms.on_policy import (
     MinibatchGraph,
     MinibatchUpdate,
     PolicyEvaluator,
+    behaviour_metrics,
     explained_variance,
 )
 from msrl_accel.config import Field, Section, TrainConfig
@@ -344,17 +345,4 @@ def ppo_metrics(records: np.ndarray, inputs: LossInputs, clip_range: float) -> d
         "approx_kl": mean(ratio - 1 - log_ratio),
         "clip_fraction": mean(np.abs(ratio - 1) > clip_range),
         "ratio_error": float(np.abs(ratio[0] - 1)[inputs.weight[0] > 0].max()),
-    }
-
-
-def behaviour_metrics(log_ratios: np.ndarray, valid: np.ndarray) -> dict[str, float]:
-    """How far the policy that acted, mu, is from the one the update starts from; [T, N].
-
-    behaviour_kl = mean((x - 1) - log x) with x = pi_prox / mu; importance_max is the largest x.
-    """
-    log_ratio = log_ratios[valid].astype(np.float64)
-    ratio = np.exp(np.minimum(log_ratio, 50.0))
-    return {
-        "behaviour_kl": float((ratio - 1 - log_ratio).mean()),
-        "importance_max": float(ratio.max()),
     }
