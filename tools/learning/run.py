@@ -1,6 +1,7 @@
 """Learning curves of the shipped configurations against their targets.
 
-    python tools/learning/run.py                       # every task, all its seeds: 20 minutes
+    python tools/learning/run.py                       # every task, all its seeds: two hours
+    python tools/learning/run.py --algo ppo            # 20 minutes
     python tools/learning/run.py --tasks CartPole-v1 --seeds 0
 
 Each run is `python -m msrl_accel.train` in a process of its own with the configuration shipped for
@@ -39,6 +40,10 @@ TASKS = (
     Task("ppo", "Pendulum-v1", -250, 305_000),
     Task("ppo", "LunarLander-v3", 200, 1_010_000),
     Task("ppo", "HalfCheetah-v5", 2000, 1_010_000, seeds=1),
+    Task("dqn", "CartPole-v1", 500, 100_000),
+    Task("sac", "Pendulum-v1", -180, 20_000),
+    Task("sac", "LunarLander-v3", 200, 300_000),
+    Task("sac", "HalfCheetah-v5", 5000, 300_000, seeds=1, extra=("--total-steps", "300000")),
 )
 
 
@@ -113,7 +118,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="*", default=[t.env for t in TASKS], metavar="ENV")
+    parser.add_argument("--tasks", nargs="*", default=sorted({t.env for t in TASKS}), metavar="ENV")
     parser.add_argument("--algo", choices=sorted({t.algo for t in TASKS}))
     parser.add_argument("--seeds", nargs="*", type=int, help="default: as many as the task asks")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
