@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.operations.nn_ops import AdamWeightDecay
 
-from msrl_accel.networks import set_parameter
+from msrl_accel.networks import Weights, set_parameter
 
 Gradients = Sequence[Union[Tensor, np.ndarray]]
 CHUNK = 1 << 15
@@ -116,7 +116,7 @@ class _Norm(nn.Cell):
         self.half_square_sum = ops.L2Loss()
 
     def construct(self, *gradients):  # type: ignore[no-untyped-def]
-        halves = ()
+        halves: Weights = ()
         for gradient in gradients:
             halves = (*halves, self.half_square_sum(gradient))
         return ops.sqrt(2.0 * ops.addn(halves))

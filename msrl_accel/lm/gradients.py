@@ -164,14 +164,15 @@ class Layer(nn.Cell):
         return self.block(x, weights, cos, sin, bias)[0]
 
 
-class LayerBackward(Layer):
+class LayerBackward(nn.Cell):
     """construct(dout, x, cos, sin, bias, *weights of the layer) -> dx, *gradients of the weights.
 
     The layer's activations are computed again.
     """
 
     def __init__(self, model: CausalLM) -> None:
-        super().__init__(model)
+        super().__init__(auto_prefix=False)
+        self.block = model.block
         self.gradient = ops.grad(self.product, (0, 1))
 
     def product(self, x, weights, cos, sin, bias, dout):  # type: ignore[no-untyped-def]

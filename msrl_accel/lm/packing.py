@@ -65,7 +65,7 @@ class MicroBatch(NamedTuple):
     def gather(self, array: np.ndarray) -> np.ndarray:
         """Entries [K, ...] of an array [N, L, ...]; 0 on padding."""
         flat = array.reshape((-1, *array.shape[2:]))
-        picked = flat[np.maximum(self.slots, 0)]
+        picked: np.ndarray = flat[np.maximum(self.slots, 0)]
         picked[self.slots == PADDING] = 0
         return picked
 
@@ -196,7 +196,8 @@ class Packer:
         for prompt, completions in by_prompt.items():
             # Groups longer than a row are cut, and the prompt repeated.
             start = len(s.prompts[prompt])
-            part, size = [], start
+            part: list[int] = []
+            size = start
             for n in completions:
                 length = int(s.lengths[n])
                 if part and size + length > width:
