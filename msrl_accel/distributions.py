@@ -13,12 +13,14 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from msrl_accel.networks import Weights, WeightSpec
+from msrl_accel.networks import Exp, Weights, WeightSpec
 from msrl_accel.spaces import ActionSpec
 
 LOG_TWO_PI = math.log(2.0 * math.pi)
 LARGEST = float(np.finfo(np.float32).max)
 """A bound this far off, or further, is an open one."""
+LOG_STD_BOUNDS = (-20.0, 2.0)
+"""Of squashed Gaussians, before squashing."""
 
 
 class Distribution(nn.Cell):
@@ -36,6 +38,12 @@ class Distribution(nn.Cell):
     def parameters(self, head: Tensor, weights: Weights) -> Weights:
         """Head output [B, head_size] and own weights -> distribution parameters."""
         return (head,)
+
+    def sample_log_prob(self, parameters: Weights, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Raw action, and its log-probability [B]."""
+        raw = self.sample(parameters, noise)
+        log_prob, _ = self.log_prob_entropy(parameters, raw)
+        return raw, log_prob
 
 
 class CategoricalLogProb(nn.Cell):
@@ -194,24 +202,37 @@ class Bernoulli(Distribution):
         return raw.reshape((-1, *self.shape))
 
 
-class Gaussian(Distribution):
-    """Diagonal Gaussian with a state-independent log standard deviation.
+class BoxDistribution(Distribution):
+    """Actions drawn in units where bounds are -1 and 1.
 
-    A component bounded on both sides is drawn in units where its bounds are -1 and 1, and mapped to
-    them; every action is clipped to its bounds. `raw` is the action before mapping and clipping.
+    A component bounded on both sides is mapped to its bounds; every action is clipped to them.
     """
 
     parameter_names = ("mean", "log_std")
 
-    def __init__(self, spec: ActionSpec, log_std_init: float) -> None:
+    def __init__(self, spec: ActionSpec) -> None:
         super().__init__()
-        self.head_size = spec.size
         self.shape = spec.shape
-        self.log_std_init = log_std_init
         scale, offset = action_scale(spec)
         self.scale, self.offset = Tensor(scale), Tensor(offset)
         self.low = Tensor(np.clip(spec.low, -LARGEST, LARGEST).astype(np.float32))
         self.high = Tensor(np.clip(spec.high, -LARGEST, LARGEST).astype(np.float32))
+
+    def action(self, raw: Tensor) -> Tensor:
+        action = raw * self.scale + self.offset
+        return ops.minimum(ops.maximum(action, self.low), self.high).reshape((-1, *self.shape))
+
+
+class Gaussian(BoxDistribution):
+    """Diagonal Gaussian with a state-independent log standard deviation.
+
+    `raw` is the action before mapping and clipping.
+    """
+
+    def __init__(self, spec: ActionSpec, log_std_init: float) -> None:
+        super().__init__(spec)
+        self.head_size = spec.size
+        self.log_std_init = log_std_init
         self.sum = ops.ReduceSum()
 
     def weight_specs(self) -> list[WeightSpec]:
@@ -233,9 +254,75 @@ class Gaussian(Distribution):
         entropy = log_scale + 0.5 * self.head_size * (1.0 + LOG_TWO_PI)
         return log_prob, ops.zeros_like(log_prob) + entropy
 
-    def action(self, raw: Tensor) -> Tensor:
-        action = raw * self.scale + self.offset
-        return ops.minimum(ops.maximum(action, self.low), self.high).reshape((-1, *self.shape))
+
+class Clamp(nn.Cell):
+    """x within [low, high]; no gradient where it is outside."""
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+        self.equal = ops.Equal()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.minimum(ops.maximum(x, self.low), self.high)
+
+    def bprop(self, x, out, dout):  # type: ignore[no-untyped-def]
+        return (dout * ops.cast(self.equal(x, out), mstype.float32),)
+
+
+class TanhGaussianSample(nn.Cell):
+    """mean, log_std, noise [B, D] -> a = tanh(x) [B, D] of x = mean + std noise; log p(a) [B].
+
+    log p(a) = log N(x) - sum log(1 - tanh(x)^2), and log(1 - tanh(x)^2) is
+    2 (log 2 - x - softplus(-2 x)), which neither overflows nor inverts tanh. The gradient is in
+    closed form: d log p / d x = 2 a. tanh(x) is 1 - 2 sigmoid(-2 x): on CPU MindSpore's own tanh is
+    off by 1e-4 near 5.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.exp, self.sigmoid, self.softplus = Exp(), ops.Sigmoid(), ops.Softplus()
+        self.matmul = ops.MatMul()
+        # One product sums over the components: on CPU a sum costs several times as much.
+        factors = np.repeat([2.0, -1.0, -0.5], size).reshape(-1, 1)
+        self.factors = Tensor(factors.astype(np.float32))
+        self.constant = -size * (0.5 * LOG_TWO_PI + 2.0 * math.log(2.0))
+
+    def construct(self, mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        x = mean + self.exp(log_std) * noise
+        y = -2.0 * x
+        terms = ops.concat((x + self.softplus(y), log_std, noise * noise), 1)
+        log_prob = self.matmul(terms, self.factors) + self.constant
+        return 1.0 - 2.0 * self.sigmoid(y), log_prob.reshape((-1,))
+
+    def bprop(self, mean, log_std, noise, out, dout):  # type: ignore[no-untyped-def]
+        a, d_log_prob = out[0], dout[1].reshape((-1, 1))
+        # d a (1 - a^2) + 2 a d log p
+        d_x = dout[0] - a * (a * dout[0] - 2.0 * d_log_prob)
+        d_log_std = d_x * (self.exp(log_std) * noise) - d_log_prob
+        return d_x, d_log_std, ops.zeros_like(noise)
+
+
+class TanhGaussian(BoxDistribution):
+    """Diagonal Gaussian squashed by tanh, mean and standard deviation from the head.
+
+    Haarnoja et al. 2018, arXiv:1812.05905, appendix C. `raw` is the action in [-1, 1].
+    """
+
+    def __init__(self, spec: ActionSpec) -> None:
+        super().__init__(spec)
+        self.head_size = 2 * spec.size
+        self.split = ops.Split(1, 2)
+        self.clamp = Clamp(*LOG_STD_BOUNDS)
+        self.draw = TanhGaussianSample(spec.size)
+
+    def parameters(self, head: Tensor, weights: Weights) -> Weights:
+        mean, log_std = self.split(head)
+        return mean, self.clamp(log_std)
+
+    def sample_log_prob(self, parameters: Weights, noise: Tensor) -> tuple[Tensor, Tensor]:
+        raw, log_prob = self.draw(parameters[0], parameters[1], noise)
+        return raw, log_prob
 
 
 def action_scale(spec: ActionSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -247,7 +334,9 @@ def action_scale(spec: ActionSpec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_distribution(spec: ActionSpec, log_std_init: float) -> Distribution:
-    """The on-policy distribution of an action space."""
+    """The distribution of an action space."""
+    if spec.squashed:
+        return TanhGaussian(spec)
     if spec.kind == "continuous":
         return Gaussian(spec, log_std_init)
     return {"discrete": Categorical, "multi_discrete": MultiCategorical, "multi_binary": Bernoulli}[

@@ -25,6 +25,10 @@ class PolicyError(MsrlError):
     """A policy was given inputs that do not fit its specification."""
 
 
+class TrainingError(MsrlError):
+    """Training cannot go on: its numbers are no longer finite."""
+
+
 class PipelineError(MsrlError):
     """A stage of the asynchronous pipeline is stuck, has ended, or was used wrongly."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
+from msrl_accel.critics import TwinCritics
 from msrl_accel.distributions import Distribution, make_distribution
 from msrl_accel.errors import PolicyError
 from msrl_accel.networks import (
@@ -108,21 +110,18 @@ class Policy(nn.Cell):
         # With a prefix the encoder's Parameters would be called encoder.normalizer.*.
         super().__init__(auto_prefix=False)
         self.spec = spec
+        self.output_names = spec.output_names
         self.encoder = Encoder(spec, options.normalize_observations, options.observation_clip)
-        has_image = any(o.is_image for o in spec.observations)
-        shared = options.torso_sharing == "shared" or (
-            options.torso_sharing == "auto" and has_image
+        self.torso = MLP(
+            self.encoder.outputs, options.hidden_sizes, options.activation, self.members(options)
         )
-        members = 1 if shared else 2
-        self.torso = MLP(self.encoder.outputs, options.hidden_sizes, options.activation, members)
         self.distribution: Distribution = make_distribution(spec.action, options.log_std_init)
         self.dense = Dense()
-
         groups = [
             self.encoder.weight_specs(),
             self.torso.weight_specs("torso"),
             dense_specs("actor", self.torso.outputs, self.distribution.head_size, gain=0.01),
-            dense_specs("critic", self.torso.outputs, 1, gain=1.0),
+            *self.value_specs(options),
             self.distribution.weight_specs(),
         ]
         self.weight_specs = [s for group in groups for s in group]
@@ -131,13 +130,16 @@ class Policy(nn.Cell):
         self.weights = ParameterTuple(
             [Parameter(Tensor(s.initial(rng)), name=s.name) for s in self.weight_specs]
         )
-        self.output_names = (
-            "action",
-            "log_prob",
-            "value",
-            "raw_action",
-            *self.distribution.parameter_names,
-        )
+
+    def members(self, options: PolicyOptions) -> int:
+        """Number of torsos: one of actor and critic together, or one of each."""
+        has_image = any(o.is_image for o in self.spec.observations)
+        auto = options.torso_sharing == "auto" and has_image
+        return 1 if auto or options.torso_sharing == "shared" else 2
+
+    def value_specs(self, options: PolicyOptions) -> list[list[WeightSpec]]:
+        """Weights that only the value needs, in groups."""
+        return [dense_specs("critic", self.torso.outputs, 1, gain=1.0)]
 
     def forward(
         self, weights: Weights, observations: Weights, fixed_batch: bool = False
@@ -161,8 +163,7 @@ class Policy(nn.Cell):
     def construct(self, *inputs: Tensor) -> Weights:
         observations, noise = inputs[:-1], inputs[-1]
         parameters, value = self.forward(self.weights, observations)
-        raw = self.distribution.sample(parameters, noise)
-        log_prob, _ = self.distribution.log_prob_entropy(parameters, raw)
+        raw, log_prob = self.distribution.sample_log_prob(parameters, noise)
         return (self.distribution.action(raw), log_prob, value, raw, *parameters)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -193,3 +194,53 @@ class Policy(nn.Cell):
         inverse_std = 1.0 / np.sqrt(variance + 1e-8)
         set_parameter(parameters[f"normalizer.{name}.mean"], mean)
         set_parameter(parameters[f"normalizer.{name}.inverse_std"], inverse_std)
+
+
+def critic_encoder_specs(encoder: Encoder) -> list[WeightSpec]:
+    """Weights of the critics' encoder, which they share; none without images."""
+    return [replace(s, name=f"critics.{s.name}") for s in encoder.weight_specs()]
+
+
+class SquashedPolicy(Policy):
+    """Actor whose critics value actions, as in SAC: squashed Gaussian actions.
+
+    Its outputs have no value; where the specification asks for one, it is the smaller of the twin
+    critics' values of the raw action taken.
+    """
+
+    def members(self, options: PolicyOptions) -> int:
+        return 1
+
+    def value_specs(self, options: PolicyOptions) -> list[list[WeightSpec]]:
+        if not self.spec.has_value:
+            return []
+        inputs = self.encoder.outputs + self.spec.action.size
+        self.critics = TwinCritics(inputs, options.hidden_sizes, options.activation)
+        return [critic_encoder_specs(self.encoder), self.critics.weight_specs("critics")]
+
+    def parameters(self, weights: Weights, observations: Weights) -> Weights:
+        """Of the action distribution: mean and log_std [B, D]."""
+        e = self.ends
+        features = self.encoder(observations, weights[: e[0]])
+        hidden = self.torso(features, weights[e[0] : e[1]])
+        head = self.dense(hidden[0], weights[e[1]], weights[e[1] + 1])
+        return self.distribution.parameters(head, ())
+
+    def sample(
+        self, weights: Weights, observations: Weights, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Raw actions [B, D] and their log-probabilities [B], as the loss uses them."""
+        parameters = self.parameters(weights, observations)
+        return self.distribution.sample_log_prob(parameters, noise)
+
+    def construct(self, *inputs: Tensor) -> Weights:
+        observations, noise = inputs[:-1], inputs[-1]
+        parameters = self.parameters(self.weights, observations)
+        raw, log_prob = self.distribution.sample_log_prob(parameters, noise)
+        action = self.distribution.action(raw)
+        if not self.spec.has_value:
+            return (action, log_prob, raw, *parameters)
+        e = self.ends
+        features = self.encoder(observations, self.weights[e[2] : e[3]])
+        value = self.critics(features, raw, self.weights[e[3] : e[4]])
+        return (action, log_prob, value, raw, *parameters)

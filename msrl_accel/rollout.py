@@ -144,7 +144,9 @@ class Collector(EnvironmentLoop):
         for start in range(0, rows, n):
             chunk = tuple(pad_rows(x[start : start + n], n) for x in observations)
             stop = min(start + n, rows)
-            values[start:stop] = self.runtime.act(chunk, noise).value[: stop - start]
+            value = self.runtime.act(chunk, noise).value
+            assert value is not None
+            values[start:stop] = value[: stop - start]
         return values
 
     def state(self) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _floats(result: ActResult) -> list[np.ndarray]:
-    return [result.log_prob, result.value, *result.parameters]
+    return [x for x in result.outputs() if x.dtype.kind == "f"]
 
 
 def _onnx(policy: Policy, calls: int, cache: GraphCache | None) -> PolicyRuntime:

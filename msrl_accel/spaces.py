@@ -89,6 +89,8 @@ class ActionSpec:
     low: tuple[float, ...] = ()
     """Lower bound of each component (continuous); -inf where there is none."""
     high: tuple[float, ...] = ()
+    squashed: bool = False
+    """Whether the distribution draws in [-1, 1], which the bounds are mapped from (continuous)."""
 
     @property
     def size(self) -> int:
@@ -109,6 +111,11 @@ class ActionSpec:
     @property
     def raw_dtype(self) -> str:
         return "float32" if self.kind == "continuous" else "int32"
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """What the distribution's parameters are called in exported graphs and reports."""
+        return ("mean", "log_std") if self.kind == "continuous" else ("logits",)
 
     @property
     def noise_kind(self) -> str:
@@ -132,6 +139,14 @@ class PolicySpec:
     observations: tuple[ObservationSpec, ...]
     action: ActionSpec
     dict_observation: bool
+    has_value: bool = True
+    """Whether the graph also returns the value of the state, or of the action in it."""
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Outputs of the graph, in order."""
+        value = ("value",) if self.has_value else ()
+        return ("action", "log_prob", *value, "raw_action", *self.action.parameter_names)
 
     @classmethod
     def from_spaces(
@@ -225,6 +240,7 @@ class PolicySpec:
         return {
             "observations": [_fields(o) for o in self.observations],
             "dict_observation": self.dict_observation,
+            "has_value": self.has_value,
             "action": _fields(self.action),
         }
 
@@ -249,8 +265,10 @@ class PolicySpec:
             starts=tuple(a["starts"]),
             low=_bounds(a["low"], -np.inf),
             high=_bounds(a["high"], np.inf),
+            squashed=bool(a.get("squashed", False)),
         )
-        return cls(observations, action, bool(data["dict_observation"]))
+        has_value = bool(data.get("has_value", True))
+        return cls(observations, action, bool(data["dict_observation"]), has_value)
 
 
 def _fields(spec: ObservationSpec | ActionSpec) -> dict[str, Any]:

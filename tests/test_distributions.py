@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -295,3 +297,103 @@ def test_gradients_of_log_prob_and_entropy_equal_finite_differences(name):
 
         expected = numerical_gradient(scalar, parameters[i])
         np.testing.assert_allclose(gradient.asnumpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+class Squashed(nn.Cell):
+    """A squashed Gaussian from its head: action in the environment, log-probability, raw."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.distribution = make_distribution(replace(spec, squashed=True), 0.0)
+
+    def construct(self, head, noise):
+        parameters = self.distribution.parameters(head, ())
+        raw, log_prob = self.distribution.sample_log_prob(parameters, noise)
+        return self.distribution.action(raw), log_prob, raw
+
+
+def squashed(space, head, noise):
+    graph = Squashed(spec_of(space).action)
+    arrays = [Tensor(np.asarray(x, np.float32)) for x in (head, noise)]
+    return graph, [o.asnumpy() for o in graph(*arrays)]
+
+
+def squashed_log_prob(head, noise):
+    """By the change of variables, from the sample before tanh; float64."""
+    mean, log_std = np.split(np.asarray(head, np.float64), 2, axis=1)
+    std = np.exp(np.clip(log_std, -20, 2))
+    x = mean + std * noise
+    log_det = np.log(4) - 2 * np.logaddexp(x, -x)  # log(1 - tanh(x)^2)
+    return (stats.norm.logpdf(x, mean, std) - log_det).sum(axis=1)
+
+
+def test_a_squashed_gaussians_log_prob_equals_scipys_density():
+    rng = np.random.default_rng(0)
+    head, noise = rng.normal(0, 1, (200, 6)), rng.normal(size=(200, 3))
+    _, (_, log_prob, raw) = squashed(spaces.Box(-1, 1, (3,)), head, noise)
+    np.testing.assert_allclose(log_prob, squashed_log_prob(head, noise), rtol=1e-5, atol=2e-5)
+    # Of moderate actions, the density of tanh(X) from its distribution function as well.
+    mean, std = head[:, 0], np.exp(head[:, 3])
+    _, (_, log_prob, raw) = squashed(spaces.Box(-1, 1, (1,)), head[:, [0, 3]], noise[:, :1])
+    moderate = np.abs(raw[:, 0]) < 0.95
+    a, h = raw[moderate, 0].astype(np.float64), 1e-6
+    above, below = (
+        stats.norm.cdf(np.arctanh(a + d), mean[moderate], std[moderate]) for d in (h, -h)
+    )
+    np.testing.assert_allclose(log_prob[moderate], np.log((above - below) / (2 * h)), atol=1e-4)
+
+
+@pytest.mark.parametrize("mean", [-80.0, -20.0, 9.0, 30.0, 300.0])
+def test_a_saturated_squashed_gaussian_has_a_finite_log_prob(mean):
+    # Where tanh rounds to 1, the action says nothing of the sample: atanh would be infinite.
+    head = np.array([[mean, 0.5]])
+    _, (action, log_prob, raw) = squashed(spaces.Box(0, 1, (1,)), head, [[0.3]])
+    assert raw == np.sign(mean)
+    assert action == (mean > 0)
+    np.testing.assert_allclose(log_prob, squashed_log_prob(head, [[0.3]]), rtol=1e-5)
+
+
+def test_a_squashed_gaussians_spread_is_bounded():
+    rng = np.random.default_rng(1)
+    head = np.concatenate([rng.normal(size=(5, 2)), rng.choice([-60.0, 50.0], (5, 2))], axis=1)
+    noise = rng.normal(size=(5, 2))
+    _, (_, log_prob, raw) = squashed(spaces.Box(-1, 1, (2,)), head, noise)
+    std = np.where(head[:, 2:] < 0, np.exp(-20), np.exp(2))
+    np.testing.assert_allclose(raw, np.tanh(head[:, :2] + std * noise), atol=1e-5)
+    np.testing.assert_allclose(log_prob, squashed_log_prob(head, noise), rtol=1e-5)
+
+
+def test_zero_noise_is_tanh_of_the_mean_in_environment_units():
+    space = spaces.Box(np.array([-1.0, 0.0]), np.array([3.0, 0.5]), dtype=np.float64)
+    head = np.array([[0.3, -1.2, 0.5, -0.5]])
+    _, (action, _, raw) = squashed(space, head, np.zeros((1, 2)))
+    np.testing.assert_allclose(raw, np.tanh(head[:, :2]), atol=2e-6)
+    np.testing.assert_allclose(action, [1.0, 0.25] + raw * [2.0, 0.25], rtol=1e-6)
+
+
+def test_a_squashed_gaussians_gradient_equals_finite_differences():
+    rng = np.random.default_rng(2)
+    head, noise = rng.normal(0, 1, (4, 4)), rng.normal(size=(4, 2))
+    head[0, 2], head[1, 3] = 2.5, -21.0  # outside of the bounds: no gradient
+    weights = rng.normal(size=(4, 3))
+    graph, _ = squashed(spaces.Box(-1, 1, (2,)), head, noise)
+
+    class Weighted(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.graph = graph
+            self.weights = Tensor(weights.astype(np.float32))
+
+        def construct(self, head, noise):
+            _, log_prob, raw = self.graph(head, noise)
+            return (raw * self.weights[:, :2]).sum() + (log_prob * self.weights[:, 2]).sum()
+
+    def loss(x):
+        mean, log_std = np.split(x, 2, axis=1)
+        raw = np.tanh(mean + np.exp(np.clip(log_std, -20, 2)) * noise)
+        return (raw * weights[:, :2]).sum() + (squashed_log_prob(x, noise) * weights[:, 2]).sum()
+
+    tensors = [Tensor(np.asarray(x, np.float32)) for x in (head, noise)]
+    gradient = ops.grad(Weighted())(*tensors).asnumpy()
+    np.testing.assert_allclose(gradient, numerical_gradient(loss, head), rtol=1e-3, atol=1e-4)
+    assert gradient[0, 2] == gradient[1, 3] == 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl_accel.consistency.compare import Comparison, Tolerances, output_names
+from msrl_accel.consistency.compare import Comparison, Tolerances
 from msrl_accel.consistency.drift import drift_test
 from msrl_accel.consistency.episodes import Episodes, episode_parity, play, record_observations
 from msrl_accel.consistency.invariance import ROWS, check_batch_invariance
@@ -194,8 +194,7 @@ def reference_answers(bundle: Bundle) -> list[Answer]:
     for mode in ("deterministic", "sampled"):
         noise = arrays["noise"] if mode == "sampled" else np.zeros_like(arrays["noise"])
         outputs = [arrays[f"{mode}/{name}"] for name in bundle.output_names]
-        action, log_prob, value, raw, *parameters = outputs
-        result = ActResult(action, log_prob, value, raw, tuple(parameters))
+        result = ActResult.of(spec, outputs)
         answers.append((Case("reference", mode == "deterministic", observations, noise), result))
     return answers
 
@@ -275,15 +274,16 @@ class _Check:
 
     def _comparison(self, name: str, outputs: tuple[str, ...] | None = None) -> Comparison:
         tolerances = self.tolerances.get(name, Tolerances())
-        return Comparison(self.subject.spec, outputs or output_names(self.subject.spec), tolerances)
+        return Comparison(self.subject.spec, outputs or self.subject.spec.output_names, tolerances)
 
     def _compare_loss(self, policy: Policy) -> None:
         from msrl_accel.consistency.loss import LossPosition
 
         loss = LossPosition(policy)
-        comparison = self._comparison("loss", ("log_prob", "value"))
+        comparison = self._comparison("loss", loss.outputs)
         for case, expected in self.answers:
-            comparison.add(expected, loss.act(case.observations, expected), case.noise, str(case))
+            got = loss.act(case.observations, case.noise, expected)
+            comparison.add(expected, got, case.noise, str(case))
         self.results["loss"] = BackendResult("loss", comparison)
 
     def _compare(self, name: str, runtime: PolicyRuntime) -> BackendResult:

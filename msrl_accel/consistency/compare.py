@@ -182,16 +182,9 @@ class Comparison:
         return found
 
 
-def output_names(spec: PolicySpec) -> tuple[str, ...]:
-    """Outputs of a policy in graph order, by the names that exported graphs give them."""
-    parameters = ("mean", "log_std") if spec.action.kind == "continuous" else ("logits",)
-    return ("action", "log_prob", "value", "raw_action", *parameters)
-
-
 def named(spec: PolicySpec, result: ActResult) -> dict[str, np.ndarray]:
     """Outputs by name."""
-    fixed = (result.action, result.log_prob, result.value, result.raw_action)
-    return dict(zip(output_names(spec), (*fixed, *result.parameters)))
+    return dict(zip(spec.output_names, result.outputs()))
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

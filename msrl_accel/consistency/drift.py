@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_accel.consistency.compare import Comparison, Tolerances, output_names
+from msrl_accel.consistency.compare import Comparison, Tolerances
 from msrl_accel.consistency.observations import Case
 from msrl_accel.errors import PolicyError
 from msrl_accel.runtime.base import ActResult, PolicyRuntime
@@ -100,7 +100,7 @@ def _judge(
     answers: Sequence[tuple[Case, ActResult]],
     tolerances: Tolerances,
 ) -> DriftResult:
-    comparison = Comparison(runtime.spec, output_names(runtime.spec), tolerances)
+    comparison = Comparison(runtime.spec, runtime.spec.output_names, tolerances)
     for case, expected in answers:
         got = runtime.act(case.observations, case.noise)
         comparison.add(expected, got, case.noise, str(case))

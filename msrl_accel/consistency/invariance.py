@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,9 +92,9 @@ def _shuffled_bits(
 
 
 def _bits(result: ActResult) -> np.ndarray:
-    outputs = [result.action, result.log_prob, result.value, result.raw_action]
-    outputs += [x for x in result.parameters if x.ndim > 1]
     rows = len(result.log_prob)
+    with_rows = tuple(x for x in result.parameters if x.ndim > 1)
+    outputs = replace(result, parameters=with_rows).outputs()
     return np.concatenate(
         [
             np.ascontiguousarray(x).reshape(rows, -1).view(np.uint8).reshape(rows, -1)

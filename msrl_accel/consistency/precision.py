@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl_accel import html
-from msrl_accel.consistency.compare import Comparison, Tolerances, action_range, named, output_names
+from msrl_accel.consistency.compare import Comparison, Tolerances, action_range, named
 from msrl_accel.consistency.reference import Arithmetic, NumpyPolicy
 from msrl_accel.errors import ConfigError
 from msrl_accel.spaces import Observations, PolicySpec
@@ -328,7 +328,7 @@ def _compare(
 ) -> PrecisionResult:
     spec, rng = baseline.spec, np.random.default_rng([seed, 4])
     continuous = spec.action.kind == "continuous"
-    comparison = Comparison(spec, output_names(spec), Tolerances())
+    comparison = Comparison(spec, spec.output_names, Tolerances())
     rows, finite, action_error = len(observations[0]), True, 0.0
     for start in range(0, rows, CHUNK):
         part = tuple(x[start : start + CHUNK] for x in observations)

@@ -19,6 +19,8 @@ from msrl_accel.spaces import ActionSpec, Observations, ObservationSpec, PolicyS
 
 Rounding = Callable[[np.ndarray], np.ndarray]
 
+SQUASHED_LOG_STD = (-20.0, 2.0)
+"""Bounds of the log standard deviation of squashed Gaussians."""
 NATURE_STRIDES, SMALL_STRIDES = (4, 2, 1), (1, 2)
 """Strides of the convolutions on images of at least 36 pixels, and on smaller ones."""
 
@@ -57,6 +59,8 @@ class Layer:
 
 _NOTHING: frozenset[str] = frozenset()
 _NO_WEIGHT = np.empty(0)
+_MEMBERS = {"torso": (" (actor)", " (critic)"), "critics.torso": (" (first)", " (second)")}
+_CRITIC_HEADS = ("critic", "critics.head0", "critics.head1")
 
 
 @dataclass
@@ -100,7 +104,10 @@ class NumpyPolicy:
         self.load_weights(version, arrays)
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
-        missing = {"actor.weight", "critic.weight"} - set(arrays)
+        heads = {"actor.weight"}
+        if self.spec.has_value:
+            heads.add("critics.head0.weight" if self.spec.action.squashed else "critic.weight")
+        missing = heads - set(arrays)
         if missing:
             raise PolicyError(f"weights {sorted(missing)} are missing; the file is of no policy")
         a = self.arithmetic
@@ -113,28 +120,44 @@ class NumpyPolicy:
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
         check_inputs(self.spec, observations, noise)
         with np.errstate(over="ignore", invalid="ignore"):  # a narrow format may overflow
-            parameters, value = self._heads(self.layers(observations))
-            noise = self.arithmetic.vector(noise.astype(self.arithmetic.dtype))
-            raw = self._sample(parameters, noise)
-            log_prob = log_probability(self.spec.action, parameters, raw)
+            parameters, value = self.heads(self.layers(observations, noise))
+            raw, log_prob = self._sample_log_prob(parameters, noise)
             action = environment_action(self.spec.action, raw, self.arithmetic.vector)
         return ActResult(action, log_prob, value, raw, parameters)
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def layers(self, observations: Observations) -> list[Layer]:
-        """Every step of the network in order, up to the heads 'actor' and 'critic'."""
+    def layers(self, observations: Observations, noise: np.ndarray) -> list[Layer]:
+        """Every step of the network in order, up to the heads of actor and critics.
+
+        The noise matters where critics value the action taken.
+        """
         trace = _Trace()
         with np.errstate(over="ignore", invalid="ignore"):
-            x, upstream = self._features(check_inputs(self.spec, observations), trace)
-            hidden, paths = self._torso(x, upstream, trace)
-            for name, i in (("actor", 0), ("critic", -1)):
-                trace.add(name, self._dense(name, hidden[i]), paths[i])
+            checked = check_inputs(self.spec, observations)
+            x, upstream = self._features(checked, trace)
+            hidden, paths = self._torso("torso", x, upstream, trace)
+            path = trace.add("actor", self._dense("actor", hidden[0]), paths[0])
+            if self.spec.has_value and self.spec.action.squashed:
+                self._twin_critics(checked, noise, path, trace)
+            elif self.spec.has_value:
+                trace.add("critic", self._dense("critic", hidden[-1]), paths[-1])
         return trace.layers
 
+    def _twin_critics(
+        self, observations: Observations, noise: np.ndarray, path: frozenset[str], trace: _Trace
+    ) -> None:
+        raw, _ = self._sample_log_prob(self._parameters(trace.layers[-1].output), noise)
+        x, upstream = self._features(observations, trace, "critics.")
+        x = np.concatenate([x, raw], axis=1)
+        hidden, paths = self._torso("critics.torso", x, path | upstream, trace)
+        for i in (0, 1):
+            name = f"critics.head{i}"
+            trace.add(name, self._dense(name, hidden[i]), paths[i])
+
     def _features(
-        self, observations: Observations, trace: _Trace
+        self, observations: Observations, trace: _Trace, prefix: str = ""
     ) -> tuple[np.ndarray, frozenset[str]]:
         a = self.arithmetic
         x: np.ndarray
@@ -143,7 +166,7 @@ class NumpyPolicy:
         for o, observation in zip(self.spec.observations, observations):
             x = a.vector(observation.astype(a.dtype))
             if o.is_image:
-                x, path = self._cnn(o, x, trace)
+                x, path = self._cnn(f"{prefix}cnn.{o.name}", o, x, trace)
                 upstream |= path
             else:
                 x = x.reshape(len(x), o.size)
@@ -151,7 +174,7 @@ class NumpyPolicy:
                     x = a.vector(x * a.dtype(1.0 / 255.0))
                 elif f"normalizer.{o.name}.mean" in self._arrays:
                     x = self._normalize(o, x)
-                    upstream |= trace.add(f"normalizer.{o.name}", x, _NOTHING)
+                    upstream |= trace.add(f"{prefix}normalizer.{o.name}", x, _NOTHING)
             features.append(x)
         return np.concatenate(features, axis=1), upstream
 
@@ -162,7 +185,7 @@ class NumpyPolicy:
         return np.asarray(np.clip(x, -self.observation_clip, self.observation_clip))
 
     def _cnn(
-        self, o: ObservationSpec, x: np.ndarray, trace: _Trace
+        self, prefix: str, o: ObservationSpec, x: np.ndarray, trace: _Trace
     ) -> tuple[np.ndarray, frozenset[str]]:
         a, upstream = self.arithmetic, _NOTHING
         x = a.vector(x * a.dtype(1.0 / 255.0))
@@ -172,57 +195,73 @@ class NumpyPolicy:
             x = x.transpose(0, 3, 1, 2)
         strides = NATURE_STRIDES if min(o.hwc[:2]) >= 36 else SMALL_STRIDES
         for i, stride in enumerate(strides):
-            name = f"cnn.{o.name}.conv{i}"
+            name = f"{prefix}.conv{i}"
             x = convolution(a.matrix_input(x), self._arrays[f"{name}.weight"], stride)
             x = a.vector(a.matrix_output(x) + self._arrays[f"{name}.bias"][:, None, None])
             x = np.maximum(x, 0)
             upstream = trace.add(name, x, upstream)
-        name = f"cnn.{o.name}.dense"
+        name = f"{prefix}.dense"
         x = np.maximum(self._dense(name, x.reshape(len(x), -1)), 0)
         return x, trace.add(name, x, upstream)
 
     def _torso(
-        self, x: np.ndarray, upstream: frozenset[str], trace: _Trace
+        self, name: str, x: np.ndarray, upstream: frozenset[str], trace: _Trace
     ) -> tuple[np.ndarray, list[frozenset[str]]]:
         """Hidden layers [M, B, width] and what each of the M torsos depends on.
 
-        M is 1 for one torso, 2 for actor's and critic's own.
+        M is 1 for one torso, 2 for actor's and critic's own or for twin critics, whose weights are
+        stacked.
         """
-        pattern = re.compile(r"torso\.(\d+)\.weight")
+        pattern = re.compile(rf"{re.escape(name)}\.(\d+)\.weight")
         indices = sorted(int(m.group(1)) for m in map(pattern.fullmatch, self._arrays) if m)
-        members = self._arrays["torso.0.weight"].shape[0] if self._is_ensemble else 1
-        suffixes = [""] if members == 1 else [" (actor)", " (critic)"]
-        paths = [upstream] * members
-        x = np.broadcast_to(x, (members, *x.shape))
+        stacked = self._arrays.get(f"{name}.0.weight", _NO_WEIGHT).ndim == 3
+        suffixes = _MEMBERS[name] if stacked else ("",)
+        paths = [upstream] * len(suffixes)
+        x = np.broadcast_to(x, (len(suffixes), *x.shape))
         for i in indices:
-            x = self._dense(f"torso.{i}", x if self._is_ensemble else x[0])
+            x = self._dense(f"{name}.{i}", x if stacked else x[0])
             x = np.tanh(x) if self.activation == "tanh" else np.maximum(x, 0)
             x = self.arithmetic.vector(x)
-            x = x if self._is_ensemble else x[None]
+            x = x if stacked else x[None]
             paths = [
-                trace.add(f"torso.{i}{suffix}", output, path)
+                trace.add(f"{name}.{i}{suffix}", output, path)
                 for suffix, output, path in zip(suffixes, x, paths)
             ]
         return x, paths
-
-    @property
-    def _is_ensemble(self) -> bool:
-        """Whether actor and critic have torsos of their own, stacked in one weight."""
-        return self._arrays.get("torso.0.weight", _NO_WEIGHT).ndim == 3
 
     def _dense(self, name: str, x: np.ndarray) -> np.ndarray:
         a, weight = self.arithmetic, self._arrays[f"{name}.weight"]
         product = a.matrix_output(a.matrix_input(x) @ np.swapaxes(weight, -1, -2))
         return a.vector(product + self._arrays[f"{name}.bias"])
 
-    def _heads(self, layers: list[Layer]) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    def heads(self, layers: list[Layer]) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
         """Distribution parameters, and value [B]."""
-        actor, critic = layers[-2].output, layers[-1].output
+        outputs = {layer.name: layer.output for layer in layers}
+        critics = [x.reshape(-1) for name, x in outputs.items() if name in _CRITIC_HEADS]
+        value = np.min(critics, axis=0) if critics else None
+        return self._parameters(outputs["actor"]), value
+
+    def _parameters(self, actor: np.ndarray) -> tuple[np.ndarray, ...]:
+        if self.spec.action.squashed:
+            mean, log_std = np.split(actor, 2, axis=1)
+            return mean, np.clip(log_std, *SQUASHED_LOG_STD)
         if self.spec.action.kind == "continuous":
-            return (actor, self._arrays["log_std"]), critic.reshape(-1)
-        return (actor,), critic.reshape(-1)
+            return actor, self._arrays["log_std"]
+        return (actor,)
+
+    def _sample_log_prob(
+        self, parameters: tuple[np.ndarray, ...], noise: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Raw action, and its log-probability [B]."""
+        noise = self.arithmetic.vector(noise.astype(self.arithmetic.dtype))
+        raw = self._sample(parameters, noise)
+        if self.spec.action.squashed:
+            log_prob = squashed_log_probability(raw, parameters[1], noise)
+            return self.arithmetic.vector(np.tanh(raw)), log_prob
+        return raw, log_probability(self.spec.action, parameters, raw)
 
     def _sample(self, parameters: tuple[np.ndarray, ...], noise: np.ndarray) -> np.ndarray:
+        """The action as drawn; of a squashed policy, before it is squashed."""
         vector = self.arithmetic.vector
         if self.spec.action.kind == "continuous":
             mean, log_std = parameters
@@ -278,6 +317,12 @@ def log_probability(
             for i, x in enumerate(components(action, parameters[0]))
         )
     )
+
+
+def squashed_log_probability(x: np.ndarray, log_std: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """log p(tanh x) [B] of x = mean + exp(log_std) noise: log N(x) + sum of log cosh(x)^2."""
+    gaussian = -0.5 * noise * noise - log_std - 0.5 * math.log(2 * math.pi)
+    return np.asarray((gaussian + 2 * (np.logaddexp(x, -x) - math.log(2))).sum(axis=-1))
 
 
 def environment_action(action: ActionSpec, raw: np.ndarray, rounding: Rounding) -> np.ndarray:

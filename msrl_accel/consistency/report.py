@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl_accel import html
-from msrl_accel.consistency.compare import Comparison, OutputDifference, output_names
+from msrl_accel.consistency.compare import Comparison, OutputDifference
 from msrl_accel.consistency.episodes import EpisodeParity
 from msrl_accel.files import PathLike, write_bytes_atomic
 from msrl_accel.plotting import png_bytes, shown_by_notebooks
@@ -157,7 +157,7 @@ class ConsistencyReport:
     def _table(self) -> tuple[list[str], list[list[str]]]:
         checked = [r.comparison for r in self.results.values() if r.comparison is not None]
         present = {name for c in checked for name in c.outputs}
-        names = [n for n in output_names(checked[0].spec) if n in present] if checked else []
+        names = [n for n in checked[0].spec.output_names if n in present] if checked else []
         header = ["form", "verdict", *names, "flips", "largest KL"]
         with_episodes = any(r.episodes for r in self.results.values())
         if with_episodes:
@@ -244,7 +244,7 @@ def _plotted_outputs(comparisons: list[Comparison]) -> list[str]:
         return []
     spec = comparisons[0].spec
     hidden = {"raw_action"} if spec.action.kind == "continuous" else {"raw_action", "action"}
-    names = [n for n in output_names(spec) if n not in hidden]
+    names = [n for n in spec.output_names if n not in hidden]
     outputs = [o for c in comparisons for o in c.outputs.values()]
     differing = {o.name for o in outputs if o.max_abs > 0}
     return [n for n in names if n in differing] or names

@@ -32,6 +32,7 @@ def export_run(
     checkpoint: WhichCheckpoint = "last",
     gate: bool = True,
     precision: str = "origin",
+    with_critic: bool = False,
     force: bool = False,
 ) -> Bundle:
     """Write a bundle of a run's policy.
@@ -44,6 +45,8 @@ def export_run(
         gate: whether a form that differs from the training graph by more than its tolerance is an
             error; otherwise its failure is recorded.
         precision: of the OM form: a mode of ATC, or 'auto' to measure which one the policy bears.
+        with_critic: whether an actor whose critics value actions (SAC) is exported with them: the
+            graph then returns the value of the action taken, the smaller of the twin critics'.
         force: whether a bundle that is there already is replaced.
 
     Returns:
@@ -59,7 +62,7 @@ def export_run(
     if unknown:
         raise ConfigError(f"formats = {unknown[0]!r}: use {', '.join(FORMATS)}")
     target = Path(out) if out is not None else run.path / "bundle"
-    policy, step = _policy(run, checkpoint)
+    policy, step = _policy(run, checkpoint, with_critic)
     precision = _precision(run, policy, precision)
     with staged(target, force=force) as folder:
         write_bundle(
@@ -74,8 +77,8 @@ def export_run(
     return Bundle.open(target)
 
 
-def _policy(run: Run, checkpoint: WhichCheckpoint) -> tuple[Policy, int]:
-    runtime: Any = run.load_policy(checkpoint).runtime
+def _policy(run: Run, checkpoint: WhichCheckpoint, with_critic: bool) -> tuple[Policy, int]:
+    runtime: Any = run.load_policy(checkpoint, with_critic=with_critic).runtime
     return runtime.policy, runtime.version
 
 
@@ -123,6 +126,12 @@ def build_parser() -> argparse.ArgumentParser:
         "recorded in its manifest.",
     )
     parser.add_argument(
+        "--with-critic",
+        action="store_true",
+        help="Export the critics of an actor without a value (SAC) too: the graph then returns the "
+        "value of the action taken.",
+    )
+    parser.add_argument(
         "--force", action="store_true", help="Replace a bundle that is there already."
     )
     parser.add_argument(
@@ -146,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             checkpoint=_checkpoint(args.checkpoint),
             gate=not args.no_gate,
             precision=args.precision,
+            with_critic=args.with_critic,
             force=args.force,
         )
         print(summary(bundle))

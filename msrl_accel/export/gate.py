@@ -35,14 +35,9 @@ def make_reference(graph: PolicyRuntime, statistics: Arrays, outputs: tuple[str,
     arrays = {f"observation/{o.name}": x for o, x in zip(spec.observations, observations)}
     arrays["noise"] = noise
     for mode, given in (("deterministic", np.zeros_like(noise)), ("sampled", noise)):
-        answer = as_list(graph.act(observations, given))
+        answer = graph.act(observations, given).outputs()
         arrays.update({f"{mode}/{name}": x for name, x in zip(outputs, answer)})
     return arrays
-
-
-def as_list(result: ActResult) -> list[np.ndarray]:
-    """Outputs in graph order."""
-    return [result.action, result.log_prob, result.value, result.raw_action, *result.parameters]
 
 
 def check_parity(graph: PolicyRuntime, bundle: Bundle, statistics: Arrays) -> dict[str, Any]:

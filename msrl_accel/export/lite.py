@@ -52,7 +52,7 @@ def write_lite_mindir(source: Path, target: Path, *, level: int | None) -> None:
 
 
 _UNARY = ("Abs", "Exp", "Log", "Neg", "Sin", "Sqrt", "Square")
-_BINARY = ("Add", "Div", "Maximum", "Minimum", "Mul", "Pow", "RealDiv", "Sub")
+_BINARY = ("Add", "Div", "Maximum", "Minimum", "Mul", "RealDiv", "Sub")
 _COMPARISONS = ("Equal", "Greater", "GreaterEqual", "Less", "LessEqual")
 _ACTIVATIONS = ("ReLU", "Sigmoid", "Tanh")
 
@@ -179,6 +179,15 @@ def _rewrite_cos(writer: Writer, node: Node) -> None:
     writer.emit(node, "Sin", (shifted,))
 
 
+def _rewrite_pow(writer: Writer, node: Node) -> None:
+    """A constant base is spread over the exponent's shape: Lite 2.0 takes the result's from it."""
+    base, exponent = node.inputs
+    if base in writer.constants:
+        zeros = writer.intermediate(node, "Mul", exponent, writer.scalar(0))
+        base = writer.intermediate(node, "Add", zeros, base)
+    writer.emit(node, "Pow", (base, exponent))
+
+
 def _rewrite_rsqrt(writer: Writer, node: Node) -> None:
     """1 / sqrt(x): the operator of Lite 2.0 is off by 1e-4."""
     root = writer.intermediate(node, "Sqrt", node.inputs[0])
@@ -212,6 +221,7 @@ REWRITES: Mapping[str, Callable[[Writer, Node], None]] = {
     "Cos": _rewrite_cos,
     "Dense": _rewrite_dense,
     "Muls": _rewrite_muls,
+    "Pow": _rewrite_pow,
     **dict.fromkeys(_ACTIVATIONS, _rewrite_activation),
     "Reshape": _rewrite_reshape,
     "Rsqrt": _rewrite_rsqrt,

@@ -30,6 +30,7 @@ _NOISE = {
     "normal": "Independent standard normal numbers (mean 0, variance 1), one for each component of "
     "the action. The graph takes mean + exp(log_std) * noise.",
 }
+_SQUASHED = " The tanh of that, in [-1, 1], is mapped to the bounds of the environment's action."
 _DETERMINISTIC = (
     "Feed zeros as noise: the action is then the mode of the distribution, and equal inputs give "
     "equal actions."
@@ -69,6 +70,7 @@ def describe_graph(
     tensors = [(o.shape, o.dtype) for o in spec.observations]
     tensors.append(((spec.action.noise_size,), "float32"))
     law = spec.action.noise_kind
+    how = _NOISE[law] + (_SQUASHED if spec.action.squashed else "")
     return {
         "spec": spec.to_dict(),
         "inputs": [
@@ -76,7 +78,7 @@ def describe_graph(
             for name, (shape, dtype) in zip(inputs, tensors)
         ],
         "outputs": list(outputs),
-        "noise": {"law": law, "size": spec.action.noise_size, "how": _NOISE[law]},
+        "noise": {"law": law, "size": spec.action.noise_size, "how": how},
         "deterministic": _DETERMINISTIC,
         "action": _ACTION,
         "recurrent_state": None,

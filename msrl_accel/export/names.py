@@ -10,18 +10,12 @@ OBSERVATION_PREFIX = "observation."
 WEIGHT_PREFIX = "weights/"
 BATCH = "batch"
 FIXED_OUTPUTS = ("action", "log_prob", "value", "raw_action")
-"""Outputs of every policy; the parameters of its action distribution follow."""
-DISTRIBUTION_OUTPUTS = {
-    "discrete": ("logits",),
-    "multi_discrete": ("logits",),
-    "multi_binary": ("logits",),
-    "continuous": ("mean", "log_std"),
-}
+"""Outputs of policies (some have no value); the parameters of the distribution follow."""
 
 
 def input_names(spec: PolicySpec) -> tuple[str, ...]:
     """Names of the inputs in graph order: the observations, then the noise."""
-    taken = {NOISE, *FIXED_OUTPUTS, *DISTRIBUTION_OUTPUTS[spec.action.kind]}
+    taken = {NOISE, *FIXED_OUTPUTS, *spec.action.parameter_names}
     observations = (
         OBSERVATION_PREFIX + o.name if o.name in taken else o.name for o in spec.observations
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,10 +20,33 @@ class ActResult:
     action: np.ndarray
     """In environment units; `PolicySpec.to_environment` gives it the environment's dtype."""
     log_prob: np.ndarray
-    value: np.ndarray
+    value: np.ndarray | None
+    """None where the policy has none: `PolicySpec.has_value`."""
     raw_action: np.ndarray
     parameters: tuple[np.ndarray, ...]
     """Of the action distribution: logits, or mean and log_std."""
+
+    @classmethod
+    def of(cls, spec: PolicySpec, outputs: Sequence[np.ndarray]) -> ActResult:
+        """The outputs of a graph, which are in the order of `spec.output_names`.
+
+        Raises:
+            PolicyError: there are more or fewer.
+        """
+        names = spec.output_names
+        if len(outputs) != len(names):
+            raise PolicyError(
+                f"the model returns {len(outputs)} tensors, this policy has {len(names)} "
+                f"({', '.join(names)}): the file is of another policy"
+            )
+        if not spec.has_value:
+            return cls(outputs[0], outputs[1], None, outputs[2], tuple(outputs[3:]))
+        return cls(outputs[0], outputs[1], outputs[2], outputs[3], tuple(outputs[4:]))
+
+    def outputs(self) -> list[np.ndarray]:
+        """All in graph order."""
+        value = [] if self.value is None else [self.value]
+        return [self.action, self.log_prob, *value, self.raw_action, *self.parameters]
 
 
 class PolicyRuntime(Protocol):

@@ -8,6 +8,7 @@ each row the same bits at every size and at every place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -131,31 +132,35 @@ def _random_rows(runtime: PolicyRuntime, n: int, seed: int) -> tuple[Observation
 
 
 def _each_row(result: ActResult, change: Callable[[np.ndarray], np.ndarray]) -> ActResult:
-    """Apply `change` to every output that has a row for each observation (log_std has none)."""
-    action, log_prob, value, raw = (change(x) for x in _fixed(result))
-    parameters = tuple(change(x) if x.ndim > 1 else x for x in result.parameters)
-    return ActResult(action, log_prob, value, raw, parameters)
+    """Apply `change` to every output that has rows; a log_std may have none."""
+    return replace(
+        result,
+        action=change(result.action),
+        log_prob=change(result.log_prob),
+        value=None if result.value is None else change(result.value),
+        raw_action=change(result.raw_action),
+        parameters=tuple(change(x) if x.ndim > 1 else x for x in result.parameters),
+    )
 
 
 def _rows(result: ActResult, n: int) -> ActResult:
     return _each_row(result, lambda x: x[:n])
 
 
-def _fixed(result: ActResult) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    return result.action, result.log_prob, result.value, result.raw_action
-
-
 def _join(parts: Sequence[ActResult]) -> ActResult:
-    action, log_prob, value, raw = (
-        np.concatenate(outputs) for outputs in zip(*(_fixed(p) for p in parts))
+    values = [p.value for p in parts if p.value is not None]
+    return ActResult(
+        action=np.concatenate([p.action for p in parts]),
+        log_prob=np.concatenate([p.log_prob for p in parts]),
+        value=np.concatenate(values) if values else None,
+        raw_action=np.concatenate([p.raw_action for p in parts]),
+        parameters=tuple(
+            np.concatenate(outputs) if outputs[0].ndim > 1 else outputs[0]
+            for outputs in zip(*(p.parameters for p in parts))
+        ),
     )
-    parameters = tuple(
-        np.concatenate(outputs) if outputs[0].ndim > 1 else outputs[0]
-        for outputs in zip(*(p.parameters for p in parts))
-    )
-    return ActResult(action, log_prob, value, raw, parameters)
 
 
 def _same(a: ActResult, b: ActResult) -> bool:
-    pairs = [*zip(_fixed(a), _fixed(b)), *zip(a.parameters, b.parameters)]
+    pairs = zip(a.outputs(), b.outputs())
     return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)

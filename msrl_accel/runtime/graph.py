@@ -31,8 +31,7 @@ class GraphRuntime:
         inputs = (*check_inputs(self.spec, observations, noise), np.ascontiguousarray(noise))
         # from_numpy shares memory: safe, since reading the outputs waits for the graph.
         outputs = self.policy(*[Tensor.from_numpy(x) for x in inputs])
-        action, log_prob, value, raw, *parameters = [np.array(o.asnumpy()) for o in outputs]
-        return ActResult(action, log_prob, value, raw, tuple(parameters))
+        return ActResult.of(self.spec, [np.array(o.asnumpy()) for o in outputs])
 
     def close(self) -> None:
         """Nothing to release."""

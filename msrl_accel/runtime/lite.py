@@ -21,9 +21,6 @@ from msrl_accel.spaces import Observations, PolicySpec
 
 __all__ = ["LiteError", "LiteRuntime", "available", "mindir_level", "setup"]
 
-_FIXED_OUTPUTS = 4
-"""action, log_prob, value, raw_action; the parameters of the distribution follow."""
-
 
 def mindir_level(writer: str) -> int | None:
     """MindIR version to write for the installed Lite: 1, or None where it reads the file as it is.
@@ -98,10 +95,7 @@ class LiteRuntime:
         inputs = self._inputs(observations, noise)
         with self._lock:
             outputs = self._open_engine().run(inputs)
-        if len(outputs) <= _FIXED_OUTPUTS:
-            raise LiteError(f"the model returns {len(outputs)} tensors; it is no policy")
-        action, log_prob, value, raw, *parameters = outputs
-        return ActResult(action, log_prob, value, raw, tuple(parameters))
+        return ActResult.of(self.spec, outputs)
 
     def action(self, observations: Observations, noise: np.ndarray) -> np.ndarray:
         """`act(...).action` alone, without computing the other outputs: two thirds of the time.

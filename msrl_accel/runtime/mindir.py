@@ -64,8 +64,7 @@ class MindirRuntime:
             outputs = self._cell(*[ms.Tensor.from_numpy(x) for x in inputs])
         except (RuntimeError, ValueError, TypeError) as error:
             raise PolicyError(f"MindSpore failed: {_first_line(error)}") from error
-        action, log_prob, value, raw, *parameters = [np.array(o.asnumpy()) for o in outputs]
-        return ActResult(action, log_prob, value, raw, tuple(parameters))
+        return ActResult.of(self.spec, [np.array(o.asnumpy()) for o in outputs])
 
     def close(self) -> None:
         """Nothing to release."""

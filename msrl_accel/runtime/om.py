@@ -24,8 +24,8 @@ INSTALL = (
     "of the MindStudio inference tools"
 )
 AIS_BENCH, PYACL = "ais_bench", "acl"
-_FIXED_OUTPUTS = 4
-"""action, log_prob, value, raw_action; the parameters of the distribution follow."""
+_FIRST_WITHOUT_ROWS = 5
+"""Index of log_std after action, log_prob, value, raw_action and mean."""
 
 
 class Session(Protocol):
@@ -99,22 +99,14 @@ class OmRuntime:
             _run_padded(session, [x[start : start + largest] for x in inputs])
             for start in range(0, rows, largest)
         ]
-        return self._result([_join(i, pieces) for i, pieces in enumerate(zip(*parts))])
+        outputs = [_join(i, pieces) for i, pieces in enumerate(zip(*parts))]
+        return ActResult.of(self.spec, outputs)
 
     def close(self) -> None:
         """Unload the model and release the device."""
         if self._session is not None:
             self._session.close()
             self._session = None
-
-    def _result(self, outputs: list[np.ndarray]) -> ActResult:
-        if len(outputs) <= _FIXED_OUTPUTS:
-            raise PolicyError(
-                f"the model gave {len(outputs)} outputs, a policy has more than {_FIXED_OUTPUTS}: "
-                "the file is of another model"
-            )
-        action, log_prob, value, raw = outputs[:_FIXED_OUTPUTS]
-        return ActResult(action, log_prob, value, raw, tuple(outputs[_FIXED_OUTPUTS:]))
 
 
 class AisBenchSession:
@@ -188,5 +180,5 @@ def _join(index: int, pieces: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _has_rows(index: int, output: np.ndarray) -> bool:
-    """Whether an output has a row for each observation; log_std has none."""
-    return index < _FIXED_OUTPUTS or output.ndim > 1
+    """Whether an output has a row for each observation: all but a state-independent log_std."""
+    return index < _FIRST_WITHOUT_ROWS or output.ndim > 1

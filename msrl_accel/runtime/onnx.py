@@ -79,8 +79,7 @@ class OnnxRuntime:
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
         outputs = self._call(self._run, self._outputs, observations, noise)
-        action, log_prob, value, raw, *parameters = outputs
-        return ActResult(action, log_prob, value, raw, tuple(parameters))
+        return ActResult.of(self.spec, outputs)
 
     def action(self, observations: Observations, noise: np.ndarray) -> np.ndarray:
         """`act(...).action` alone, without computing the other outputs: half the time."""

@@ -16,7 +16,6 @@ from msrl_accel.consistency.compare import (
     Tolerances,
     divergence,
     flips,
-    output_names,
     ulp_distance,
 )
 
@@ -24,7 +23,7 @@ finite = st.floats(-30, 30, width=32)
 
 
 def compare(spec, expected, got, noise, tolerances=None):
-    comparison = Comparison(spec, output_names(spec), tolerances or Tolerances())
+    comparison = Comparison(spec, spec.output_names, tolerances or Tolerances())
     comparison.add(expected, got, np.asarray(noise, np.float32), "here")
     return comparison
 
