@@ -105,10 +105,9 @@ def _open_run(run: Run | str | Path) -> Run:
 
 def _run_policy(run: Run, bundle: Bundle | None) -> Policy:
     """The policy of the checkpoint that the bundle is from, or of the last one."""
-    which, has_value = (
-        ("last", False) if bundle is None else (bundle.version, bundle.spec.has_value)
-    )
-    runtime: Any = run.load_policy(which, with_critic=has_value).runtime
+    which = "last" if bundle is None else bundle.version
+    with_critic = bundle is not None and bundle.spec.has_value
+    runtime: Any = run.load_policy(which, with_critic=with_critic).runtime
     policy: Policy = runtime.policy
     return policy
 
