@@ -17,6 +17,7 @@ from msrl_accel.algorithms.on_policy import (
     explained_variance,
 )
 from msrl_accel.config import Field, Section, TrainConfig
+from msrl_accel.graph_cache import GraphCache
 from msrl_accel.learner import schedule
 from msrl_accel.minibatches import make_minibatches, n_minibatches
 from msrl_accel.spaces import PolicySpec
@@ -103,7 +104,9 @@ class Impala(OnPolicyAlgorithm):
         graph = MinibatchGraph(
             self.policy, ImpalaLoss(c), self.batch_size, capacity, c.max_grad_norm
         )
-        self.minibatches = MinibatchUpdate(graph, c.adam_epsilon, c.gradient_alarm)
+        self.minibatches = MinibatchUpdate(
+            graph, c.adam_epsilon, c.gradient_alarm, GraphCache(config, spec)
+        )
         self.evaluate = PolicyEvaluator(self.policy)
 
     def update(
