@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
-SCRIPTS = ("inference", "ppo_cartpole", "ppo_throughput", "ppo_update", "replay")
+SCRIPTS = ("inference", "ppo_cartpole", "ppo_throughput", "ppo_update", "publish", "replay")
 sys.path.insert(0, str(BENCH))
 
 import _report  # noqa: E402
