@@ -64,6 +64,7 @@ _FLAGS = ("algo", "env", "total_steps", "seed", "n_envs", "run_dir", "quiet")
 _NESTED_FLAGS = {
     "--rollout-runtime": "runtime.rollout",
     "--mode": "pipeline.mode",
+    "--engine": "pipeline.engine",
     "--workers": "pipeline.workers",
     "--envs-per-worker": "pipeline.envs_per_worker",
     "--queue-size": "pipeline.queue_size",

@@ -87,6 +87,10 @@ class PipelineConfig(Section):
 
     mode: str = Field("sync", choices=("sync", "async"))
     """sync collects and trains in turn; async collects in processes of their own meanwhile."""
+    engine: str = Field("local", choices=("local", "ray"))
+    """Whether workers are processes of this host, or actors of a Ray cluster (extra ray)."""
+    ray_address: str | None = Field(None)
+    """Of the Ray cluster to join; null starts one on this host, for the run alone."""
     workers: int = Field(2, ge=1)
     """Processes that collect, in async mode."""
     envs_per_worker: int = Field(32, ge=1)

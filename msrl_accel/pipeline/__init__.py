@@ -24,6 +24,10 @@ def trainer_class(config: TrainConfig) -> type[TrainingLoop]:
         from msrl_accel.envs.workers import stop_if_importing_main
 
         stop_if_importing_main()
+        if config.pipeline.engine == "ray":
+            from msrl_accel.pipeline.ray_ import RayTrainer
+
+            return RayTrainer
         from msrl_accel.pipeline.async_ import AsyncTrainer
 
         return AsyncTrainer

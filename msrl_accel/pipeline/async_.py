@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from msrl_accel.config import TrainConfig
 from msrl_accel.envs.base import VectorEnv
 from msrl_accel.errors import EnvError, PipelineError
 from msrl_accel.metrics import EpisodeStats
+from msrl_accel.pipeline.inference_process import InferenceProcess
 from msrl_accel.pipeline.memory import MemoryWatch
-from msrl_accel.pipeline.placement import places
+from msrl_accel.pipeline.placement import Place, places
 from msrl_accel.pipeline.shared_queue import SharedQueue, Slot
 from msrl_accel.pipeline.slots import (
-    SlotNumbers,
+    collection_metrics,
     join_columns,
     slot_episodes,
     slot_layout,
@@ -93,6 +95,7 @@ class AsyncTrainer(Trainer):
         self.left: Trajectories | None = None
         """What the last update did not take of a slot."""
         self.started = False
+        self.server: InferenceProcess | None = None
         self.timeline = Timeline(self.run.path, self.options.trace)
         self.stack.callback(self.timeline.close)
         self.memory = MemoryWatch(self._shrink)
@@ -149,6 +152,7 @@ class AsyncTrainer(Trainer):
             **{f"{self.config.algo}/{name}": value for name, value in losses.items()},
             **{f"staleness/{name}": x for name, x in staleness.items()},
             **collection,
+            **({} if self.server is None else self.server.metrics()),
             "pipeline/version": float(self.version),
             "pipeline/queue_depth": depth,
             "pipeline/learner_idle_share": (gathered - start) / total,
@@ -187,18 +191,34 @@ class AsyncTrainer(Trainer):
             version=self.version,
             stale=options.stale,
         )
+        self.queue_size = options.queue_size
+        arrays = self.algorithm.policy.arrays()
+        self._connect(arrays)
+        self.store.publish(self.version, arrays)
+        if options.inference == "server":
+            self.server = self._make_server()
+            self.stack.callback(self.server.close)
+            self.server.start()
+        self.pool = self._make_pool()
+        self.started = True
+        self.stack.callback(self._end_workers)
+        self.pool.start()
+
+    def _connect(self, arrays: dict[str, np.ndarray]) -> None:
+        """Make what trajectories come and weights go through."""
+        layout = self.layout
         self.queue = SharedQueue(
             slot_layout(self.spec, self.algorithm.n_steps, layout.columns),
-            layout.slots(options.queue_size),
+            layout.slots(self.queue_size),
             self.staleness,
         )
         self.stack.callback(self.queue.close)
-        self.queue_size = options.queue_size
-        arrays = self.algorithm.policy.arrays()
         self.store = WeightStore.create(arrays)
         self.stack.callback(self.store.close)
-        self.store.publish(self.version, arrays)
-        self.pool = WorkerPool(
+
+    def _make_pool(self) -> WorkerPool:
+        config, options = self.config, self.options
+        return WorkerPool(
             options.workers,
             run_worker,
             self._task,
@@ -207,11 +227,34 @@ class AsyncTrainer(Trainer):
             hang_seconds=options.hang_seconds,
             max_restarts=options.max_restarts,
         )
-        self.started = True
-        self.stack.callback(self._end_workers)
-        self.pool.start()
+
+    def _make_server(self) -> InferenceProcess:
+        config, workers = self.config, self.worker_places
+        cores = {core for place in workers for core in place.cores}
+        devices = {device for place in workers for device in place.devices or ()}
+        return InferenceProcess(
+            self._worker_engine(),
+            self.spec,
+            config.runtime.batch_invariant,
+            self.layout.workers * self.layout.envs_per_worker,
+            self.store.handle,
+            Place(tuple(sorted(cores)), devices=tuple(sorted(devices)) or None),
+            env_id=config.env,
+            hang_seconds=self.options.hang_seconds,
+            max_restarts=self.options.max_restarts,
+        )
 
     def _task(self, index: int, attempt: int, report: str) -> WorkerTask:
+        return replace(
+            self._make_task(index, attempt, self.worker_places[index]),
+            weights=self.store.handle,
+            queue=self.queue.producer(f"worker {index}"),
+            heartbeats=self.pool.heartbeats,
+            report=report,
+        )
+
+    def _make_task(self, index: int, attempt: int, place: Place) -> WorkerTask:
+        """A worker's task, without the ways in which it hears and is heard."""
         config, apart = self.config, self.layout.apart
         return WorkerTask(
             index=index,
@@ -224,13 +267,9 @@ class AsyncTrainer(Trainer):
             n_envs=self.layout.envs_per_worker,
             n_steps=self.algorithm.n_steps,
             apart=apart,
-            engine=self._worker_engine(),
+            engine=self._worker_engine() if self.server is None else self.server.client(),
             batch_invariant=config.runtime.batch_invariant,
-            weights=self.store.handle,
-            queue=self.queue.producer(f"worker {index}"),
-            heartbeats=self.pool.heartbeats,
-            report=report,
-            place=self.worker_places[index],
+            place=place,
             rewards=self._reward_scaling(index) if config.reward.normalize else None,
         )
 
@@ -284,6 +323,8 @@ class AsyncTrainer(Trainer):
 
     def _supervise(self) -> None:
         if time.monotonic() >= self.supervise_at:
+            if self.server is not None:
+                self.server.supervise()
             self.pool.supervise()
             self.supervise_at = time.monotonic() + _SUPERVISE_SECONDS
 
@@ -356,6 +397,8 @@ class AsyncTrainer(Trainer):
         if self.started:
             self.queue.close()
             self.pool.close()
+            if self.server is not None:
+                self.server.close()
 
     def close(self) -> None:
         self.stack.close()
@@ -364,21 +407,3 @@ class AsyncTrainer(Trainer):
 
 def _worker_index(slot: Slot) -> int:
     return int(slot.producer.split()[1])
-
-
-def collection_metrics(numbers: list[SlotNumbers], steps: int, workers: int) -> dict[str, float]:
-    """What the slots of one update, of `steps` steps each, say of the workers."""
-    x = SlotNumbers(*np.array(numbers).T)
-    elapsed = max(x.elapsed.sum(), 1e-9)
-    trajectories = max((x.end - x.begin + x.blocked).sum(), 1e-9)
-    calls = max(x.act_calls.sum(), 1)
-    busy = max(elapsed - x.idle.sum(), 1e-9) / workers
-    return {
-        "pipeline/rollout_steps_per_second": steps * len(numbers) / busy,
-        "pipeline/worker_idle_share": x.idle.sum() / elapsed,
-        "pipeline/worker_blocked_share": x.blocked.sum() / trajectories,
-        "pipeline/inference_share": x.act_seconds.sum() / elapsed,
-        "pipeline/inference_ms": 1e3 * x.act_seconds.sum() / calls,
-        "pipeline/inference_ms_max": 1e3 * x.act_slowest.max(),
-        "pipeline/inference_rows": x.act_rows.sum() / calls,
-    }

@@ -28,11 +28,13 @@ class FollowingRuntime:
 
     Args:
         runtime: acts.
-        store: where newer weights come from.
+        store: where newer weights come from; None where the runtime takes them by itself.
         heartbeat: beats at every call.
     """
 
-    def __init__(self, runtime: PolicyRuntime, store: WeightStore, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, runtime: PolicyRuntime, store: WeightStore | None, heartbeat: Heartbeat
+    ) -> None:
         self.runtime = runtime
         self.spec = runtime.spec
         self.version = runtime.version
@@ -42,10 +44,11 @@ class FollowingRuntime:
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
         start = self._heartbeat.beat(Stage.INFERENCE)
-        newer = self._store.read(newer_than=self.version)
+        newer = self._store and self._store.read(newer_than=self.version)
         if newer is not None:
             self.load_weights(*newer)
         result = self.runtime.act(observations, noise)
+        self.version = self.runtime.version
         seconds = self._heartbeat.beat(Stage.STEP) - start
         calls = self._calls
         calls.seconds += seconds

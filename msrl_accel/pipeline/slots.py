@@ -113,3 +113,21 @@ def copy_columns(source: Trajectories, columns: slice, target: Trajectories) -> 
         getattr(target, name)[...] = getattr(source, name)[:, columns]
     for a, b in zip(target.observations, source.observations):
         a[...] = b[:, columns]
+
+
+def collection_metrics(numbers: list[SlotNumbers], steps: int, workers: int) -> dict[str, float]:
+    """What the slots of one update, of `steps` steps each, say of the workers."""
+    x = SlotNumbers(*np.array(numbers).T)
+    elapsed = max(x.elapsed.sum(), 1e-9)
+    trajectories = max((x.end - x.begin + x.blocked).sum(), 1e-9)
+    calls = max(x.act_calls.sum(), 1)
+    busy = max(elapsed - x.idle.sum(), 1e-9) / workers
+    return {
+        "pipeline/rollout_steps_per_second": steps * len(numbers) / busy,
+        "pipeline/worker_idle_share": x.idle.sum() / elapsed,
+        "pipeline/worker_blocked_share": x.blocked.sum() / trajectories,
+        "pipeline/inference_share": x.act_seconds.sum() / elapsed,
+        "pipeline/inference_ms": 1e3 * x.act_seconds.sum() / calls,
+        "pipeline/inference_ms_max": 1e3 * x.act_slowest.max(),
+        "pipeline/inference_rows": x.act_rows.sum() / calls,
+    }

@@ -41,8 +41,9 @@ _LONGEST_REPORT = 20_000
 class Member:
     """One place in the pool, whatever process fills it."""
 
-    def __init__(self, index: int, heartbeat: Heartbeat) -> None:
+    def __init__(self, index: int, heartbeat: Heartbeat, label: str) -> None:
         self.index = index
+        self.name = f"{label} {index}"
         self.heartbeat = heartbeat
         self.process: Any = None
         self.report = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pool
@@ -50,10 +51,6 @@ class Member:
         self.failures = 0
         """In a row, without a trajectory between them."""
         self.start_at = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.index}"
 
     @property
     def report_path(self) -> str:
@@ -77,6 +74,7 @@ class WorkerPool:
         env_id: name for messages.
         hang_seconds: without a heartbeat, after which a worker is killed.
         max_restarts: failures in a row that end the run.
+        label: of a process, before its number.
     """
 
     def __init__(
@@ -89,6 +87,7 @@ class WorkerPool:
         env_id: str,
         hang_seconds: float,
         max_restarts: int,
+        label: str = "worker",
     ) -> None:
         self.restarts = 0
         self._target, self._make_task, self._on_end = target, make_task, on_end
@@ -97,7 +96,7 @@ class WorkerPool:
         self._max_restarts = max_restarts
         self._context = multiprocessing.get_context("spawn")
         self._block = SharedBlock.create("heartbeats", 8 * NUMBERS * count)
-        self._members = [Member(i, heartbeat_of(self._block, i)) for i in range(count)]
+        self._members = [Member(i, heartbeat_of(self._block, i), label) for i in range(count)]
 
     @property
     def heartbeats(self) -> BlockHandle:

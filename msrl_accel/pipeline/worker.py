@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,23 @@ class GraphEngine:
 
 
 @dataclass(frozen=True)
+class ServerEngine:
+    """Asks the inference server of this host."""
+
+    name: str
+    patience: float
+    """Seconds for an answer, and for a server that has ended to be replaced."""
+
+    def client(self, spec: PolicySpec, rows: int, heartbeat: Heartbeat) -> PolicyRuntime:
+        from msrl_accel.pipeline.inference_client import InferenceClient
+
+        def beat() -> None:
+            heartbeat.beat(Stage.INFERENCE)  # the server is watched itself
+
+        return InferenceClient(spec, self.name, rows, patience=self.patience, beat=beat)
+
+
+@dataclass(frozen=True)
 class RewardScaling:
     """How rewards are normalised."""
 
@@ -110,32 +128,41 @@ class WorkerTask:
     n_steps: int
     apart: bool
     """Whether they step each at its own pace, and a slot holds one trajectory."""
-    engine: OnnxEngine | GraphEngine
+    engine: OnnxEngine | GraphEngine | ServerEngine
     batch_invariant: bool
-    weights: StoreHandle
-    queue: ProducerHandle
-    heartbeats: BlockHandle
-    report: str
-    """File for the traceback of a failure, and for stacks when `DUMP_SIGNAL` comes."""
     place: Place
     rewards: RewardScaling | None
+    weights: StoreHandle | None = None
+    queue: ProducerHandle | None = None
+    heartbeats: BlockHandle | None = None
+    report: str = ""
+    """File for the traceback of a failure, and for stacks when `DUMP_SIGNAL` comes."""
 
 
 def run_worker(task: WorkerTask) -> None:
     """Target of the process."""
+
+    def body() -> None:
+        worker = Worker(task)
+        try:
+            worker.run()
+        finally:
+            worker.close()
+
+    run_guarded(task.report, task.place, body)
+
+
+def run_guarded(report_path: str, place: Place, body: Callable[[], None]) -> None:
+    """Run a process of the pipeline: placed, ended with its parent, its failure reported."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the learner ends its workers itself
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     _end_with_parent()
-    with open(task.report, "ab") as report:
+    with open(report_path, "ab") as report:
         faulthandler.register(DUMP_SIGNAL, file=report, all_threads=True)
         try:
-            task.place.apply()
-            worker = Worker(task)
-            try:
-                worker.run()
-            finally:
-                worker.close()
+            place.apply()
+            body()
         except QueueClosed:
             return
         except BaseException:
@@ -165,13 +192,13 @@ class Worker:
 
     def __init__(self, task: WorkerTask) -> None:
         self.task = task
-        self.heartbeat = heartbeat_of(SharedBlock.attach(task.heartbeats), task.index)
+        self.heartbeat = self._open_heartbeat()
         self.heartbeat.beat(Stage.START)
-        self.queue = Producer(task.queue)
+        self.queue = self._open_queue()
         noise_seed, self.reset_seed = _seeds(task)
         self.env = self._make_env()
         spec = PolicySpec.from_spaces(self.env.observation_space, self.env.action_space)
-        store = WeightStore.attach(task.weights)
+        store = None if isinstance(task.engine, ServerEngine) else self._open_store()
         self.runtime = FollowingRuntime(self._make_runtime(spec), store, self.heartbeat)
         self.normalizer = task.rewards and task.rewards.normalizer(task.n_envs)
         kind = ChunkCollector if task.apart else Collector
@@ -194,6 +221,18 @@ class Worker:
     def close(self) -> None:
         self.env.close()
         self.queue.close()
+
+    def _open_heartbeat(self) -> Heartbeat:
+        assert self.task.heartbeats is not None
+        return heartbeat_of(SharedBlock.attach(self.task.heartbeats), self.task.index)
+
+    def _open_queue(self) -> Producer:
+        assert self.task.queue is not None
+        return Producer(self.task.queue)
+
+    def _open_store(self) -> WeightStore:
+        assert self.task.weights is not None
+        return WeightStore.attach(self.task.weights)
 
     def _run_together(self, collector: Collector) -> None:
         """A slot holds the trajectories of all environments."""
@@ -280,6 +319,8 @@ class Worker:
 
     def _make_runtime(self, spec: PolicySpec) -> PolicyRuntime:
         task = self.task
+        if isinstance(task.engine, ServerEngine):
+            return task.engine.client(spec, task.n_envs, self.heartbeat)
         runtime = task.engine.runtime(spec)
         if task.batch_invariant:
             return BatchInvariantRuntime(runtime)
