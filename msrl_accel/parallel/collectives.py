@@ -20,7 +20,7 @@ and has not yet run on a device."""
 
 
 class GradientMean(nn.Cell):
-    """Mean over the processes of a tensor: of all gradients in one vector, by a single AllReduce."""
+    """Mean over the processes of a tensor, such as all gradients in one vector: one AllReduce."""
 
     def __init__(self, size: int) -> None:
         super().__init__(auto_prefix=False)

@@ -35,6 +35,7 @@ LOGS = "logs"
 STOP_SECONDS = 60.0
 """For all processes to end their iteration and save, once asked to."""
 _POLL_SECONDS = 0.1
+_LEAVE_SECONDS = 10.0
 _TAIL = 2000
 
 
@@ -165,6 +166,9 @@ class Launch:
             shown = self._relay(shown)
             done = [sign for sign in signs if sign.status is not None]
             if len(done) == self.local:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(_LEAVE_SECONDS)
+                self._relay(shown)
                 return int(done[0].status or 0)
             if ended:
                 raise PipelineError(f"the run ended before it was done.{self._last_words(signs)}")
