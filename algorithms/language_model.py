@@ -13,7 +13,7 @@ from msrl_accel.learner import GradientWatch, schedule
 from msrl_accel.lm.adamw import AdamWOptions
 from msrl_accel.lm.losses import LossSettings
 from msrl_accel.lm.model import CausalLM
-from msrl_accel.lm.packing import Packer
+from msrl_accel.lm.packing import Packer, attention_span
 from msrl_accel.lm.prompts import STYLES
 from msrl_accel.lm.update import LMUpdate
 
@@ -138,7 +138,7 @@ class Learner:
     ) -> None:
         self.options = options
         self.base_rate = options.learning_rate if learning_rate is None else learning_rate
-        self.packer = Packer(options.token_budget)
+        self.packer = Packer(options.token_budget, attention_span=attention_span(model.config))
         self.update = LMUpdate(
             model,
             loss,

@@ -10,11 +10,14 @@ Only hidden states that predict a token with a loss are used: `sources` says whe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from msrl_accel.errors import LMError
+
+if TYPE_CHECKING:
+    from msrl_accel.lm.config import LMConfig
 
 PADDING = -1
 """Segment of padding tokens, and slot of padding entries."""
@@ -75,6 +78,22 @@ class MicroBatch(NamedTuple):
         array.reshape((-1, *array.shape[2:]))[self.slots[real]] = values[real]
 
 
+def attention_span(config: LMConfig) -> int:
+    """Length of a row at which attention costs about as much as the rest of the model.
+
+    A fit to times on CPU: a token costs its share of the matrix products and some operators on
+    vectors as long as the hidden and intermediate sizes, and for every token of its row, products
+    and operators on one score a head.
+    """
+    hidden, heads = config.hidden_size, config.n_heads
+    queries = heads * config.head_dim
+    keys = config.n_kv_heads * config.head_dim
+    products = hidden * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    token = products / 20 + 30 * hidden + 10 * config.intermediate_size
+    score = heads * (12 + 0.15 * config.head_dim)
+    return max(1, round(token / score))
+
+
 class _Item(NamedTuple):
     """A prompt and completions of it that stand together in one row."""
 
@@ -92,7 +111,7 @@ class Packer:
     Args:
         token_budget: the most tokens of a micro-batch, padding included.
         share_prompts: completions in the same row share their prompt; else each repeats it.
-        attention_span: length of a row at which attention costs as much as everything else.
+        attention_span: as that function gives it for the model; short ones favour short rows.
     """
 
     def __init__(
