@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 BENCH = Path(__file__).parents[1] / "tools" / "bench"
-SCRIPTS = ("inference", "ppo_cartpole", "ppo_throughput", "ppo_update", "publish", "replay")
+SCRIPTS = (
+    "inference",
+    "ppo_cartpole",
+    "ppo_throughput",
+    "ppo_update",
+    "publish",
+    "replay",
+    "sac_throughput",
+    "sac_update",
+)
 sys.path.insert(0, str(BENCH))
 
 import _report  # noqa: E402
@@ -21,6 +30,7 @@ import ppo_cartpole  # noqa: E402
 import ppo_throughput  # noqa: E402
 import ppo_update  # noqa: E402
 import replay  # noqa: E402
+import sac_throughput  # noqa: E402
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -36,7 +46,7 @@ def test_help_lists_the_common_options_without_any_peer(script: str) -> None:
     assert "--contestant " not in done.stdout
 
 
-@pytest.mark.parametrize("module", [inference, ppo_throughput, ppo_update, replay])
+@pytest.mark.parametrize("module", [inference, ppo_throughput, ppo_update, replay, sac_throughput])
 def test_a_number_of_rounds_below_one_is_refused(module: Any) -> None:
     with pytest.raises(SystemExit):
         module.parser().parse_args(["--rounds", "0"])
@@ -257,3 +267,9 @@ def test_replay_ratios_are_taken_turn_by_turn() -> None:
     ).splitlines()
     assert lines[2].endswith("3.00 (2.00-4.00)     400 (300-500)")
     assert lines[3].endswith("1.00 (1.00-1.00)                 -")
+
+
+def test_sac_throughput_ratios_are_taken_round_by_round() -> None:
+    lines = sac_throughput.report({"ours": [200.0, 300.0], "sb3": [100.0, 100.0]}).splitlines()
+    assert lines[2].endswith("250 (200-300)                         -")
+    assert lines[3].endswith("100 (100-100)                      2.50")
