@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_accel.errors import ConfigError, EnvError
+from msrl_accel.errors import ConfigError, EnvError, PipelineError
 from msrl_accel.pipeline.ray_actor import TAKE_SECONDS, WorkerActor
 from msrl_accel.pipeline.shared_queue import Admission, Slot
 from msrl_accel.pipeline.watchdog import BACKOFF_SECONDS, GRACE_SECONDS, MAX_BACKOFF_SECONDS
@@ -40,19 +40,28 @@ def connect(ray: Any, address: str | None, cpus: int) -> bool:
     """Join a cluster, or start one of this host alone, that listens on loopback only.
 
     Returns whether it was started or joined here, and should be left at the end.
+
+    Raises:
+        PipelineError: there is no such cluster, or it did not start in time.
     """
     if ray.is_initialized():
         return False
+    options: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
     if address is not None:
-        ray.init(address=address, logging_level="warning", log_to_driver=False)
-        return True
-    ray.init(
-        num_cpus=max(cpus, os.cpu_count() or 1),
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        logging_level="warning",
-        log_to_driver=False,
-    )
+        options["address"] = address
+    else:
+        options.update(
+            num_cpus=max(cpus, os.cpu_count() or 1),
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+        )
+    try:
+        ray.init(**options)
+    except Exception as error:  # Ray raises a plain Exception where its own processes are late
+        raise PipelineError(
+            f"pipeline.engine = 'ray', pipeline.ray_address = {address!r}: Ray did not start or "
+            f"answer: {error}"
+        ) from error
     return True
 
 
