@@ -50,7 +50,7 @@ def test_a_killed_rank_ends_the_run(tmp_path):
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "ranks" / "1" / "metrics.csv"
     until(metrics.exists, 200)
-    victims = [pid for pid in ranks_of(tmp_path / "run")]
+    victims = ranks_of(tmp_path / "run")
     os.kill(victims[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
