@@ -135,6 +135,18 @@ class FailsLater(Counter):
             raise LocalError(3, 4)
 
 
+class Exhausted(Counter):
+    """Has data for a number of episodes only."""
+
+    def __init__(self, episodes: int) -> None:
+        super().__init__(faulty=False)
+        self.data = iter(range(episodes))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        next(self.data)
+        return super().reset(seed=seed)
+
+
 class MissingPackage(Counter):
     def __init__(self) -> None:
         raise gymnasium.error.DependencyNotInstalled("Box2D is not installed")
@@ -163,5 +175,6 @@ for _cls in (
     OnlyInParent,
     FaultyOnce,
     FailsLater,
+    Exhausted,
 ):
     gymnasium.register(id=f"{_cls.__name__}-v0", entry_point=f"{__name__}:{_cls.__name__}")

@@ -1,4 +1,4 @@
-"""Workers and learners that die, raise, hang, are stopped; scripts without guard."""
+"""Workers and learners that die, raise, hang, are stopped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -189,20 +188,3 @@ def test_ctrl_c_ends_all_and_a_killed_learner_leaves_nothing(tmp_path, started):
     assert shared_segments() == segments
     steps = Run(run_dir).metrics["step"]
     assert (np.diff(steps) > 0).all()
-
-
-def test_a_script_without_guard_gets_one_readable_message(tmp_path, started):
-    script = tmp_path / "script.py"
-    overrides = {**ASYNC, "ppo.n_steps": 8}
-    script.write_text(
-        "from msrl_accel.api import train\n"
-        "train(algo='ppo', env='CartPole-v1', tuned=False, n_envs=16, total_steps=1000, "
-        f"run_dir={str(tmp_path / 'run')!r}, overrides={overrides!r})\n"
-    )
-    learner = started([sys.executable, str(script)])
-    output, _ = learner.communicate(timeout=120)
-    assert learner.returncode == 1
-    assert output.count("Traceback") == 1  # of the script itself
-    assert "put its code under `if __name__ == '__main__':`, or use pipeline.mode sync" in output
-    assert Path(tmp_path / "run").exists()
-    assert not list(tmp_path.glob("runs/*"))
