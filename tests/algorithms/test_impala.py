@@ -9,6 +9,7 @@ from policy_helpers import VECTOR, numerical_gradient, spec_of, vtrace_by_defini
 
 from msrl_accel.algorithms.impala import Impala, ImpalaConfig, ImpalaLoss, LossInputs
 from msrl_accel.config import resolve_config
+from msrl_accel.train import train
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -183,3 +184,23 @@ def test_the_schedule_and_the_scale_of_the_learning_rate(algorithms):
     t = random_trajectories(impala, 0)
     metrics = impala.update(t, 0.25, np.random.default_rng(0), learning_rate_scale=0.5)
     assert metrics["learning_rate"] == pytest.approx(0.01 * 0.75 * 0.5)
+
+
+def test_it_learns_the_identity(tmp_path):
+    # The best return is 8; an untrained policy gets 2.
+    run = train(
+        algo="impala",
+        env="msrl_accel.envs.toy:IdentityDiscrete-v0",
+        total_steps=8192,
+        run_dir=str(tmp_path / "run"),
+        n_envs=16,
+        quiet=True,
+        **{
+            "policy.hidden_sizes": (32,),
+            "impala.n_steps": 8,
+            "impala.gamma": 0.5,
+            "impala.learning_rate": 2e-2,
+            "logging.tensorboard": False,
+        },
+    )
+    assert run.summary["deterministic"]["return_mean"] >= 7.9

@@ -41,6 +41,7 @@ TASKS = (
     Task("ppo", "LunarLander-v3", 200, 1_010_000),
     Task("ppo", "HalfCheetah-v5", 2000, 1_010_000, seeds=1),
     Task("dqn", "CartPole-v1", 500, 100_000),
+    Task("impala", "CartPole-v1", 500, 200_000),
     Task("sac", "Pendulum-v1", -180, 20_000),
     Task("sac", "LunarLander-v3", 200, 300_000),
     Task("sac", "HalfCheetah-v5", 5000, 300_000, seeds=1, extra=("--total-steps", "300000")),
