@@ -48,6 +48,13 @@ class StalenessManager:
             (1 + max_staleness) / (1 + lag).
     """
 
+    # Of the samples weighed since the last metrics.
+    _samples: int
+    _beyond: int
+    _lag_sum: int
+    _lag_max: int
+    _histogram: np.ndarray
+
     def __init__(
         self,
         max_staleness: int,
@@ -153,8 +160,5 @@ class StalenessManager:
         return result
 
     def _forget(self) -> None:
-        self._samples: int = 0
-        self._beyond: int = 0
-        self._lag_sum: int = 0
-        self._lag_max: int = 0
-        self._histogram: np.ndarray = np.zeros(_HISTOGRAM, np.int64)
+        self._samples = self._beyond = self._lag_sum = self._lag_max = 0
+        self._histogram = np.zeros(_HISTOGRAM, np.int64)
