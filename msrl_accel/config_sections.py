@@ -79,7 +79,7 @@ class RuntimeConfig(Section):
     batch_invariant: bool = Field(False)
     """Whether the rollout's result for an observation must not depend on the batch it is in."""
     compile_cache: bool = Field(True)
-    """Whether compiled graphs are kept in ~/.cache/msrl_accel for later runs, which start sooner."""
+    """Whether compiled graphs are kept in ~/.cache/msrl_accel: later runs then start sooner."""
 
 
 class PipelineConfig(Section):

@@ -53,6 +53,11 @@ def export_onnx(policy: Policy, target: Path) -> None:
             write_bytes_atomic(target, model.SerializeToString())
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             raise ExportError(f"cannot write {target}: {error}") from error
+        finally:
+            # MindSpore changes the compiled graph as it writes it: another export needs another.
+            policy.compile_cache.difference_update(
+                [phase for phase in policy.compile_cache if phase.startswith("export.onnx")]
+            )
 
 
 def _rewritten(model: Any, policy: Policy) -> Any:
@@ -64,6 +69,7 @@ def _rewritten(model: Any, policy: Policy) -> Any:
     onnx_graph.fuse_tanh(graph)
     onnx_graph.remove_unread(graph)
     onnx_graph.unstack_members(graph)
+    onnx_graph.sum_values(graph)
     onnx_graph.gather_log_prob(graph)
     onnx_graph.bypass_identities(graph)
     onnx_graph.remove_unread(graph)

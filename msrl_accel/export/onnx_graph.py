@@ -156,6 +156,32 @@ def unstack_members(graph: Graph) -> None:
     graph.node.extend(nodes)
 
 
+def sum_values(graph: Graph) -> None:
+    """Write a layer of one unit that ends as [B], a value, as a sum of products.
+
+    ONNX Runtime adds up a product of one column term by term: of values around 50 that loses three
+    times as much as a sum in parts, which is what other engines do.
+    """
+    makers, shapes = _Makers(graph), {i.name: tuple(i.dims) for i in graph.initializer}
+    for node in list(graph.node):
+        layer = makers.get(node.input[0], "Gemm") if node.op_type == "Reshape" else None
+        if layer is None or shapes.get(layer.input[1], ())[:1] != (1,):
+            continue
+        x, weight, bias = layer.input
+        name, position = layer.output[0], list(graph.node).index(layer)
+        sums = [
+            helper.make_node("Mul", [x, weight], [f"{name}.products"]),
+            helper.make_node(
+                "ReduceSum", [f"{name}.products"], [f"{name}.sum"], axes=[1], keepdims=0
+            ),
+            helper.make_node("Add", [f"{name}.sum", bias], [name]),
+        ]
+        graph.node.remove(layer)
+        for i, each in enumerate(sums):
+            graph.node.insert(position + i, each)
+        node.CopyFrom(helper.make_node("Identity", [name], list(node.output)))
+
+
 def _constant(graph: Graph, makers: _Makers, name: str) -> Any:
     node = makers.get(name, "Constant")
     if node is not None:

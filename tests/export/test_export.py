@@ -73,6 +73,61 @@ def test_the_ms_form_can_be_left_out(graph_mode, tmp_path, monkeypatch):
         open_runtime(bundle, "ms")
 
 
+def test_a_value_loses_no_more_than_its_last_digits():
+    """What a layer of one unit adds up to 50, on ONNX Runtime, against float64."""
+    from onnx import TensorProto, helper, numpy_helper
+    from onnxruntime import InferenceSession
+
+    from msrl_accel.export.onnx_graph import bypass_identities, sum_values
+
+    rng = np.random.default_rng(0)
+    weight = rng.uniform(0.7, 0.9, (1, 64)).astype(np.float32)
+    x = rng.uniform(0.9, 1.0, (1000, 64)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("Gemm", ["x", "weight", "bias"], ["layer"], transB=1),
+            helper.make_node("Reshape", ["layer", "flat"], ["value"]),
+        ],
+        "layer",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 64])],
+        [helper.make_tensor_value_info("value", TensorProto.FLOAT, ["batch"])],
+        [
+            numpy_helper.from_array(weight, "weight"),
+            numpy_helper.from_array(np.float32([0.3]), "bias"),
+            numpy_helper.from_array(np.int64([-1]), "flat"),
+        ],
+    )
+    sum_values(graph)
+    bypass_identities(graph)
+    opset = [helper.make_opsetid("", 11)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=4)
+    session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (value,) = session.run(None, {"x": x})
+    exact = x.astype(np.float64) @ weight[0].astype(np.float64) + np.float64(np.float32(0.3))
+    assert exact.min() > 45 and exact.max() < 55
+    np.testing.assert_allclose(value, exact, rtol=0, atol=1e-5)
+
+
+def test_a_policy_can_be_exported_again_after_it_has_changed(graph_mode, tmp_path):
+    from msrl_accel.export.onnx import export_onnx
+    from msrl_accel.runtime.onnx import OnnxRuntime
+
+    policy = make_policy("discrete")
+    export_onnx(policy, tmp_path / "first.onnx")
+    arrays = policy.arrays()
+    policy.load_arrays({name: 2 * array for name, array in arrays.items()})
+    export_onnx(policy, tmp_path / "second.onnx")
+    inputs = random_inputs(policy.spec, 8)
+    values = [
+        OnnxRuntime(tmp_path / name, policy.spec).act(*inputs).value
+        for name in ("first.onnx", "second.onnx")
+    ]
+    from msrl_accel.runtime.graph import GraphRuntime
+
+    np.testing.assert_allclose(values[1], GraphRuntime(policy).act(*inputs).value, atol=1e-5)
+    assert (values[0] != values[1]).all()
+
+
 def test_saturated_units_agree(graph_mode, tmp_path):
     """Hidden units near saturation, where MindSpore's own tanh is off by 1e-4."""
     write(make_policy("discrete", scale=3), tmp_path / "bundle", formats=("mindir", "onnx"))
