@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msrl_accel.config import TrainConfig, build_parser, config_from_args, resolve_config
+from msrl_accel.envs.workers import stop_if_importing_main
 from msrl_accel.errors import ConfigError, MsrlError
 from msrl_accel.progress import format_duration, format_summary
 from msrl_accel.run import (
@@ -52,6 +53,7 @@ def train(
     Raises:
         ConfigError, SpaceError, EnvError, CheckpointError: see `msrl_accel.errors`.
     """
+    stop_if_importing_main()
     if config is None:
         config_file = _saved_config(resume, values.get("algo"))
         config = resolve_config(config_file=config_file, tuned=tuned, overrides=overrides, **values)
