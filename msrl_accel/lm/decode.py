@@ -23,43 +23,49 @@ class Decoder(nn.Cell):
     """The layers of a decoder at one new token a row, and the cache they read and write.
 
     A head group is the queries that share a key head, then that key and value: `g + 2` vectors of
-    `head_dim`. The cache of a layer is a matrix of rows (n, key head, slot); slot = position.
+    `head_dim`. A row's slots hold its prompt, padded on the right, then its new tokens, so that
+    those of a step have the same slot in all rows. Keys are kept transposed, for the product with
+    queries. Unused slots are zero: writing is adding, the cheapest way to write in place.
 
     Args:
         config: the model.
         rows: N.
-        slots: tokens a row holds at most.
+        prompt_length: slots for the prompt, P.
+        steps: slots for new tokens, S.
     """
 
-    def __init__(self, config: LMConfig, rows: int, slots: int) -> None:
+    def __init__(self, config: LMConfig, rows: int, prompt_length: int, steps: int) -> None:
         super().__init__(auto_prefix=False)
         self.config = config
-        self.rows, self.slots = rows, slots
+        self.rows, self.prompt_length, self.steps = rows, prompt_length, steps
         self.kv, self.group = config.n_kv_heads, config.n_heads // config.n_kv_heads
         self.order = layer_order(config)
-        self.keys = self._cache("keys")
-        self.values = self._cache("values")
-        cos, sin = rope_tables(config, slots)
-        self.cos, self.sin = self._turns(cos, sin)
-        self.visible = Tensor(np.triu(np.full((slots, slots), MASKED, np.float32), 1))
-        self.first_slots = Tensor(np.arange(rows * self.kv, dtype=np.int32) * slots)
+        n, slots, d = rows * self.kv, prompt_length + steps, config.head_dim
+        self.keys = self._state("keys", (n, d, slots), config.n_layers)
+        self.values = self._state("values", (n, slots, d), config.n_layers)
+        (self.bias,) = self._state("bias", (n, self.group, slots), 1)
+        self.seen = Tensor(np.full((n, self.group, 1), -MASKED, np.float32))
+        self.unused = Tensor(np.zeros((n * d * steps,), np.float32))
+        self.unseen = Tensor(np.full((rows, steps), MASKED, np.float32))
+        self.prompt_slots = Tensor(np.arange(prompt_length, dtype=np.int32).reshape((1, -1)))
+        self.cos, self.sin = self._turns(*rope_tables(config, slots))
         self.swap = Tensor(np.array([1, 0], np.int32))
         self.mean = Tensor(np.full((1, config.hidden_size), 1.0 / config.hidden_size, np.float32))
         self.norm = RMSNorm(config.rms_norm_eps)
         self.matmul = ops.MatMul()
+        self.matmul_ta = ops.MatMul(transpose_a=True)
         self.matmul_tb = ops.MatMul(transpose_b=True)
-        self.scores = ops.BatchMatMul(transpose_b=True)
-        self.mix = ops.BatchMatMul()
+        self.batched = ops.BatchMatMul()
         self.softmax = ops.Softmax(-1)
         self.silu = SiLU()
-        self.write = ops.ScatterUpdate()
+        self.add_at_1 = ops.IndexAdd(1, check_index_bound=False)
+        self.add_at_2 = ops.IndexAdd(2, check_index_bound=False)
 
-    def _cache(self, name: str) -> ParameterTuple:
-        shape = (self.rows * self.kv * self.slots, self.config.head_dim)
+    def _state(self, name: str, shape: tuple[int, ...], count: int) -> ParameterTuple:
         return ParameterTuple(
             [
-                Parameter(Tensor(np.zeros(shape, np.float32)), f"cache.{i}.{name}", False)
-                for i in range(self.config.n_layers)
+                Parameter(Tensor(np.zeros(shape, np.float32)), f"cache.{name}.{i}", False)
+                for i in range(count)
             ]
         )
 
@@ -81,7 +87,7 @@ class Decoder(nn.Cell):
         o, c = self.order, self.config
         fused = (
             weights[o["input_layernorm.weight"]].reshape((-1, 1)),
-            self.grouped(weights, ".weight", c.hidden_size),
+            ops.transpose(self.grouped(weights, ".weight", c.hidden_size), (1, 0)),
             weights[o["self_attn.o_proj.weight"]],
             weights[o["post_attention_layernorm.weight"]].reshape((-1, 1)),
             weights[o["mlp.gate_proj.weight"]],
@@ -110,17 +116,26 @@ class Decoder(nn.Cell):
         # The product of column and row writes every factor out: cheaper than two broadcasts.
         return x * self.matmul(weight, ops.rsqrt(mean_square + self.config.rms_norm_eps))
 
-    def start(self, layer: int, keys: Tensor, values: Tensor, prompt_index: Tensor) -> None:
-        """Put keys and values [M, kv, P, head_dim] of prompts into the cache of their rows [N]."""
-        prompts, _, length, d = keys.shape
-        slots = self.first_slots.reshape((-1, 1)) + ops.arange(0, length).astype(mstype.int32)
-        slots = slots.reshape((-1,))
-        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            rows = ops.gather(new.reshape((prompts, -1)), prompt_index, 0)
-            self.write(cache, slots, rows.reshape((-1, d)))
+    def start_rows(self, prompt_lengths: Tensor) -> None:
+        """Let every row [N] see its prompt, and no new token yet."""
+        outside = ops.cast(self.prompt_slots >= prompt_lengths.reshape((-1, 1)), mstype.float32)
+        bias = ops.concat((outside * MASKED, self.unseen), 1)
+        bias = ops.tile(bias.reshape((self.rows, 1, -1)), (1, self.kv * self.group, 1))
+        ops.assign(self.bias, bias.reshape(self.bias.shape))
 
-    def attend(self, layer, qkv, extras, cos, sin, bias, slots):  # type: ignore[no-untyped-def]
-        """qkv [N, kv * (g + 2) * head_dim] -> [N, n_heads * head_dim]; writes its slots."""
+    def start_layer(self, layer: int, keys: Tensor, values: Tensor, prompt_index: Tensor) -> None:
+        """Put keys and values [M, kv, P, head_dim] of prompts into the cache of their rows [N]."""
+        n, d, p = self.rows * self.kv, self.config.head_dim, self.prompt_length
+        keys = ops.transpose(keys, (0, 1, 3, 2)).reshape((keys.shape[0], -1))
+        keys = ops.gather(keys, prompt_index, 0).reshape((n, d, p))
+        keys = ops.concat((keys, self.unused.reshape((n, d, -1))), 2)
+        ops.assign(self.keys[layer], keys)
+        values = ops.gather(values.reshape((values.shape[0], -1)), prompt_index, 0)
+        values = ops.concat((values.reshape((n, p, d)), self.unused.reshape((n, -1, d))), 1)
+        ops.assign(self.values[layer], values)
+
+    def attend(self, layer, qkv, extras, cos, sin, bias, slot):  # type: ignore[no-untyped-def]
+        """qkv [N, kv * (g + 2) * head_dim] -> [N, n_heads * head_dim]; writes its slot."""
         c = self.config
         n, g, d = self.rows * self.kv, self.group, c.head_dim
         if c.qkv_bias:
@@ -130,11 +145,11 @@ class Decoder(nn.Cell):
         swapped = ops.gather(qkv.reshape((-1, 2, d // 2)), self.swap, 1).reshape(qkv.shape)
         turned = (qkv * cos + swapped * sin).reshape((n, (g + 2) * d))
         q = ops.slice(turned, (0, 0), (n, g * d)).reshape((n, g, d))
-        keys = self.write(self.keys[layer], slots, ops.slice(turned, (0, g * d), (n, d)))
-        values = self.write(self.values[layer], slots, ops.slice(turned, (0, (g + 1) * d), (n, d)))
-        scores = self.scores(q, keys.reshape((n, self.slots, d)))
-        mixed = self.mix(self.softmax(scores + bias), values.reshape((n, self.slots, d)))
-        return mixed.reshape((self.rows, -1))
+        k = ops.slice(turned, (0, g * d), (n, d)).reshape((n, d, 1))
+        v = ops.slice(turned, (0, (g + 1) * d), (n, d)).reshape((n, 1, d))
+        scores = self.batched(q, self.add_at_2(self.keys[layer], slot, k))
+        p = self.softmax(scores + bias)
+        return self.batched(p, self.add_at_1(self.values[layer], slot, v)).reshape((self.rows, -1))
 
     def normed_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
         """Queries and keys divided by their root mean square, values as they are."""
@@ -146,22 +161,24 @@ class Decoder(nn.Cell):
         v = ops.slice(vectors, (0, (g + 1) * d), (n, d))
         return ops.concat((q.reshape((n, g * d)), k, v), 1).reshape(qkv.shape)
 
-    def construct(self, x: Tensor, layers: tuple[Weights, ...], positions: Tensor) -> Tensor:
+    def construct(
+        self, x: Tensor, layers: tuple[Weights, ...], positions: Tensor, step: Tensor
+    ) -> Tensor:
         """Hidden states [H, N] before the final norm.
 
         Args:
             x: embeddings [H, N] of the new tokens.
             layers: `fuse` of each layer's weights.
             positions: [N] int32 of the new tokens.
+            step: scalar int32, how many new tokens came before; each step is done once, in order.
         """
+        slot = (step + self.prompt_length).reshape((1,))
         cos, sin = ops.gather(self.cos, positions, 0), ops.gather(self.sin, positions, 0)
-        heads = ops.tile(positions.reshape((-1, 1)), (1, self.kv * self.group)).reshape((-1,))
-        bias = ops.gather(self.visible, heads, 0).reshape((-1, self.group, self.slots))
-        slots = self.first_slots + ops.tile(positions.reshape((-1, 1)), (1, self.kv)).reshape((-1,))
+        bias = self.add_at_2(self.bias, slot, self.seen)
         for layer in range(self.config.n_layers):
             before, qkv, out, after, gate, up, down = layers[layer][:7]
-            h = ops.transpose(self.matmul(qkv, self.normed(x, before)), (1, 0))
-            h = self.attend(layer, h, layers[layer][7:], cos, sin, bias, slots)
+            h = self.matmul_ta(self.normed(x, before), qkv)
+            h = self.attend(layer, h, layers[layer][7:], cos, sin, bias, slot)
             x = x + self.matmul_tb(out, h)
             h = self.normed(x, after)
             h = self.silu(self.matmul(gate, h)) * self.matmul(up, h)

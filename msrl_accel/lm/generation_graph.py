@@ -45,7 +45,7 @@ class GenerationGraph(nn.Cell):
         c = model.config
         self.model = model
         self.config = c
-        self.decoder = Decoder(c, rows, prompt_length + steps)
+        self.decoder = Decoder(c, rows, prompt_length, steps)
         self.sampler = Sampler(c.vocab_size, top_k, top_p)
         self.rows = rows
         self.slots = Tensor(np.arange(prompt_length, dtype=np.int32).reshape(1, -1))
@@ -69,7 +69,7 @@ class GenerationGraph(nn.Cell):
         x = ops.gather(weights[0], prompts.reshape((-1,)), 0)
         for layer in range(self.config.n_layers):
             x, keys, values = model.block(x, model.layer_weights(weights, layer), cos, sin, bias)
-            self.decoder.start(layer, keys, values, prompt_index)
+            self.decoder.start_layer(layer, keys, values, prompt_index)
         last = ops.gather(x, self.row_starts + lengths - 1, 0)
         return ops.transpose(ops.gather(last, prompt_index, 0), (1, 0))
 
@@ -111,10 +111,11 @@ class GenerationGraph(nn.Cell):
         token = self.sample(x, scale, step, noise_table, noise_index, top_p)
         done = ops.maximum(idle, ops.gather(is_eos, token, 0))
         positions = ops.gather(prompt_lengths, prompt_index, 0)
+        self.decoder.start_rows(positions)
         step = step + 1
         while ops.logical_and(step < limit, done.sum() < self.rows):
             x = ops.transpose(ops.gather(weights[0], token, 0), (1, 0))
-            x = self.decoder(x, layers, positions)
+            x = self.decoder(x, layers, positions, step - 1)
             token = self.sample(x, scale, step, noise_table, noise_index, top_p)
             done = ops.maximum(done, ops.gather(is_eos, token, 0))
             positions = positions + 1
