@@ -92,7 +92,9 @@ def test_layers_are_in_order_and_know_what_they_depend_on(graph_mode):
     policy = make_policy("discrete", IMAGES["dict"], normalize_observations=True)
     numpy = NumpyPolicy(policy.spec, policy.arrays(), activation="relu")
     observations = make_observations(policy.spec, "random", 3, np.random.default_rng(0))
-    layers = {layer.name: layer for layer in numpy.layers(observations, policy.spec.zero_noise((3,)))}
+    layers = {
+        layer.name: layer for layer in numpy.layers(observations, policy.spec.zero_noise((3,)))
+    }
     assert list(layers)[-4:] == ["torso.0", "torso.1", "actor", "critic"]
     assert "cnn.image.conv0" in layers["torso.0"].upstream
     assert layers["normalizer.vector"].upstream == frozenset()
@@ -103,6 +105,8 @@ def test_layers_of_separate_torsos(graph_mode):
     policy = make_policy("discrete")
     numpy = NumpyPolicy(policy.spec, policy.arrays(), activation="relu")
     observations = make_observations(policy.spec, "random", 3, np.random.default_rng(0))
-    layers = {layer.name: layer for layer in numpy.layers(observations, policy.spec.zero_noise((3,)))}
+    layers = {
+        layer.name: layer for layer in numpy.layers(observations, policy.spec.zero_noise((3,)))
+    }
     assert layers["critic"].upstream == {"torso.0 (critic)", "torso.1 (critic)"}
     assert layers["torso.0 (actor)"].output.shape == (3, 16)
