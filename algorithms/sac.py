@@ -48,7 +48,7 @@ class SACConfig(OffPolicyConfig):
 
 
 class SquaredErrors(nn.Cell):
-    """q [2, B, 1], y and weight [1, B, 1] -> sum of weight (q - y)^2 / 2 over members and rows.
+    """q [2, 1, B], y and weight [1, 1, B] -> sum of weight (q - y)^2 / 2 over members and rows.
 
     The gradient is in closed form. The loss is the root of what is differentiated: its own incoming
     gradient is 1.
@@ -63,30 +63,33 @@ class SquaredErrors(nn.Cell):
 
 
 class ActorLoss(nn.Cell):
-    """q [2, B, 1], log_prob [B], alpha [1] -> mean of alpha log pi - min(Q1, Q2), eq. 9.
+    """q [2, 1, B], log_prob [B], alpha [1] -> mean of alpha log pi - min(Q1, Q2), eq. 9.
 
     The gradient is in closed form, and 0 for alpha; the loss is the root of what is differentiated.
     """
 
     def __init__(self, batch: int) -> None:
         super().__init__()
-        self.share = 1.0 / batch
-        self.split, self.concat = ops.Split(0, 2), ops.Concat(0)
+        self.shares = Tensor(np.full(batch, 1.0 / batch, np.float32))
+        self.minus = Tensor(np.full((1, 1, batch), -1.0 / batch, np.float32))
+        self.none = Tensor(np.zeros((1, 1, batch), np.float32))
+        self.split, self.concat, self.select = ops.Split(0, 2), ops.Concat(0), ops.Select()
 
     def construct(self, q: Tensor, log_prob: Tensor, alpha: Tensor) -> Tensor:
-        return self.share * (alpha * log_prob - q.min(axis=0).reshape((-1,))).sum()
+        return (self.shares * (alpha * log_prob - q.min(axis=0).reshape((-1,)))).sum()
 
     def bprop(self, q, log_prob, alpha, out, dout):  # type: ignore[no-untyped-def]
         first, second = self.split(q)
-        is_first = self.share * ops.cast(first <= second, mstype.float32)
-        d_q = self.concat((-is_first, is_first - self.share))
-        return d_q, ops.zeros_like(log_prob) + self.share * alpha, ops.zeros_like(alpha)
+        first_is_smaller = first <= second
+        d_first = self.select(first_is_smaller, self.minus, self.none)
+        d_second = self.select(first_is_smaller, self.none, self.minus)
+        return self.concat((d_first, d_second)), self.shares * alpha, ops.zeros_like(alpha)
 
 
 class SACUpdate(nn.Cell):
     """All gradient steps of one update, in one graph.
 
-    construct(actions [k, B, D], rewards, discounts, weights [k, 1, B, 1] (importance / B), noise,
+    construct(actions [k, B, D], rewards, discounts, weights [k, 1, 1, B] (importance / B), noise,
     next_noise [k, B, D], step_sizes [k], epsilons [k], *observations [k, B, ...],
     *next_observations); for k = 1 all of them without the first axis, which needs no loop. What
     each step saw is in `records` [k, 6, B]: both Q, their target, log pi(a|s) of new actions a in
@@ -140,7 +143,7 @@ class SACUpdate(nn.Cell):
         self.split, self.concat = ops.Split(0, 2), ops.Concat(0)
 
     def q(self, weights, observations, raw_action):  # type: ignore[no-untyped-def]
-        """Q of both members [2, B, 1]."""
+        """Q of both members [2, 1, B]."""
         features = self.policy.encoder(observations, weights[: self.n_encoder])
         return self.critics(features, raw_action, weights[self.n_encoder :])[0]
 
@@ -194,7 +197,7 @@ class SACUpdate(nn.Cell):
             actor_weights, next_observations, next_noise
         )
         first, second = self.split(self.q(target_weights, next_observations, next_action))
-        entropy_bonus = alpha * next_log_prob.reshape((1, self.batch, 1))
+        entropy_bonus = alpha * next_log_prob.reshape((1, 1, self.batch))
         y = rewards + discounts * (ops.minimum(first, second) - entropy_bonus)
 
         gradients, (q,) = self.critic_grad(
@@ -215,7 +218,7 @@ class SACUpdate(nn.Cell):
         for j in range(len(target_weights)):
             difference = target_weights[j] - critic_weights[j]
             self.lower(self.target_weights[j], self.tau, difference)
-        rows = (q, y, log_prob.reshape((1, self.batch, 1)), q_new)
+        rows = (q, y, log_prob.reshape((1, 1, self.batch)), q_new)
         self.write(self.records, i, self.concat(rows).reshape((6, self.batch)))
         return i
 
@@ -290,7 +293,7 @@ class SAC(OffPolicyAlgorithm):
         noise = self.rng.standard_normal((2, *batch.actions.shape), np.float32)
         inputs = (
             batch.actions,
-            *(x.reshape((k, 1, b, 1)) for x in columns),
+            *(x.reshape((k, 1, 1, b)) for x in columns),
             *noise,
             step_sizes,
             epsilons,

@@ -48,13 +48,14 @@ class TwinCritics(nn.Cell):
 class FoldedCritics(nn.Cell):
     """The same networks as training runs them, at a fixed batch size, with a closed-form gradient.
 
-    construct(features [B, F], raw_action [B, D], weights) returns (q [2, B, 1], and what the
-    gradient needs). Both members are one batched product. A bias is the weight of a constant
-    input, since on CPU a broadcast addition costs as much as several others: each hidden layer but
-    the last has one more unit, which is always 1.
+    construct(features [B, F], raw_action [B, D], weights) returns (q [2, 1, B], and what the
+    gradient needs). Both members are one batched product of matrices [units, B]: so the first layer
+    is one product for both, and the gradient of its input is summed over them in one. A bias is the
+    weight of a constant input, since on CPU a broadcast addition costs as much as several others:
+    each hidden layer but the last has one more unit, which is always 1.
 
-    Weights (`fold` makes them): of each hidden layer [2, in + 1, out + 1], of the last of them
-    [2, in + 1, out]; of the heads [2, 1, in] and [2, 1, 1].
+    Weights (`fold` makes them): of each hidden layer [2, out + 1, in + 1], of the last of them
+    [2, out, in + 1]; of the heads [2, 1, in] and [2, 1, 1].
     """
 
     def __init__(
@@ -62,64 +63,70 @@ class FoldedCritics(nn.Cell):
     ) -> None:
         super().__init__()
         self.features, self.actions, self.batch = features, actions, batch
-        self.inputs = features + actions + 1
-        self.n_layers = len(hidden_sizes)
+        self.last = len(hidden_sizes) - 1
+        widths = [features + actions, *hidden_sizes]
+        units = [*(n + 1 for n in hidden_sizes[:-1]), hidden_sizes[-1]]
+        self.first_units, self.inputs = units[0], widths[0] + 1
         self.is_relu = activation == "relu"
         self.activation = ACTIVATIONS[activation]()
         self.relu_grad, self.tanh_grad = ReluGrad(), TanhGrad()
+        self.product, self.product_ta = ops.MatMul(), ops.MatMul(transpose_a=True)
+        self.product_tb = ops.MatMul(transpose_b=True)
         self.matmul = ops.BatchMatMul()
         self.matmul_ta = ops.BatchMatMul(transpose_a=True)
         self.matmul_tb = ops.BatchMatMul(transpose_b=True)
         self.concat = ops.Concat(1)
-        self.tile, self.split = ops.Tile(), ops.Split(0, MEMBERS)
         self.constant_input = Tensor(np.ones((batch, 1), np.float32))
-        self.row_sum = Tensor(np.ones((MEMBERS, 1, batch), np.float32))
-        widths = (self.inputs - 1, *hidden_sizes)
+        self.ones = Tensor(np.ones((MEMBERS, batch, 1), np.float32))
         self.trained: tuple[Tensor, ...] = tuple(
-            Tensor(_without_constant_unit(inputs + 1, outputs + 1))
-            for inputs, outputs in zip(widths, hidden_sizes[:-1])
+            Tensor(_without_constant_unit(outputs, inputs + 1))
+            for inputs, outputs in zip(widths, units[:-1])
         )
 
     def construct(self, features: Tensor, raw_action: Tensor, weights: Weights) -> Weights:
         x = self.concat((features, raw_action, self.constant_input))
-        x = self.tile(x.reshape((1, self.batch, self.inputs)), (MEMBERS, 1, 1))
-        kept: Weights = (x,)
-        for i in range(self.n_layers):
-            x = self.activation(self.matmul(x, weights[i]))
-            kept = (*kept, x)
-        return (self.matmul_tb(x, weights[-2]) + weights[-1], *kept)
+        first = weights[0].reshape((-1, self.inputs))
+        hidden = self.product_tb(first, x).reshape((MEMBERS, self.first_units, self.batch))
+        hidden = self.activation(hidden)
+        kept: Weights = (x, hidden)
+        for i in range(1, self.last + 1):
+            hidden = self.activation(self.matmul(weights[i], hidden))
+            kept = (*kept, hidden)
+        return (self.matmul(weights[-2], hidden) + weights[-1], *kept)
 
     def bprop(self, features, raw_action, weights, out, dout):  # type: ignore[no-untyped-def]
-        inputs, d_q, last = out[1:], dout[0], self.n_layers - 1
-        d_z = self.activation_grad(self.matmul(d_q, weights[-2]), inputs[-1])
-        gradients: Weights = (
-            self.matmul_ta(inputs[last], d_z),
-            self.matmul_ta(d_q, inputs[-1]),
-            self.matmul(self.row_sum, d_q),
-        )
-        for i in range(last - 1, -1, -1):
-            d_z = self.activation_grad(self.matmul_tb(d_z, weights[i + 1]), inputs[i + 1])
-            gradients = (self.matmul_ta(inputs[i], d_z) * self.trained[i], *gradients)
-        d_features = self.input_gradient(d_z, weights[0], 0, self.features)
-        d_action = self.input_gradient(d_z, weights[0], self.features, self.actions)
-        return d_features, d_action, gradients
+        x, hidden, d_q = out[1], out[2:], dout[0]
+        d_z = self.activation_grad(self.matmul_ta(weights[-2], d_q), hidden[self.last])
+        gradients: Weights = (self.matmul_tb(d_q, hidden[self.last]), self.matmul(d_q, self.ones))
+        masks = (*self.trained, None)
+        for i in range(self.last, 0, -1):
+            gradients = (masked(self.matmul_tb(d_z, hidden[i - 1]), masks[i]), *gradients)
+            d_z = self.activation_grad(self.matmul_ta(weights[i], d_z), hidden[i - 1])
+        d_first = d_z.reshape((-1, self.batch))
+        gradient = self.product(d_first, x).reshape(weights[0].shape)
+        d_features = self.input_gradient(d_first, weights[0], 0, self.features)
+        d_action = self.input_gradient(d_first, weights[0], self.features, self.actions)
+        return d_features, d_action, (masked(gradient, masks[0]), *gradients)
 
     def activation_grad(self, gradient: Tensor, output: Tensor) -> Tensor:
         if self.is_relu:
             return self.relu_grad(gradient, output)
         return self.tanh_grad(output, gradient)
 
-    def input_gradient(self, d_z: Tensor, weight: Tensor, begin: int, size: int) -> Tensor:
+    def input_gradient(self, d_first: Tensor, weight: Tensor, begin: int, size: int) -> Tensor:
         """Gradient [B, size] of columns of the input, summed over the members."""
-        rows = ops.slice(weight, (0, begin, 0), (MEMBERS, size, weight.shape[2]))
-        first, second = self.split(self.matmul_tb(d_z, rows))
-        return (first + second).reshape((self.batch, size))
+        columns = ops.slice(weight, (0, 0, begin), (MEMBERS, self.first_units, size))
+        return self.product_ta(d_first, columns.reshape((-1, size)))
 
 
-def _without_constant_unit(inputs: int, outputs: int) -> np.ndarray:
-    """1 where a folded weight is trained, 0 in the column of the unit that stays 1."""
-    mask = np.ones((MEMBERS, inputs, outputs), np.float32)
-    mask[:, :, -1] = 0.0
+def masked(gradient: Tensor, mask: Tensor | None) -> Tensor:
+    return gradient if mask is None else gradient * mask
+
+
+def _without_constant_unit(outputs: int, inputs: int) -> np.ndarray:
+    """1 where a folded weight is trained, 0 in the row of the unit that stays 1."""
+    mask = np.ones((MEMBERS, outputs, inputs), np.float32)
+    mask[:, -1] = 0.0
     return mask
 
 
@@ -128,11 +135,11 @@ def fold(arrays: Sequence[np.ndarray], activation: str) -> list[np.ndarray]:
     layers = list(zip(arrays[:-4:2], arrays[1:-4:2]))
     folded = []
     for i, (weight, bias) in enumerate(layers):
-        matrix = np.concatenate([weight.transpose(0, 2, 1), bias], axis=1)
+        matrix = np.concatenate([weight, bias.transpose(0, 2, 1)], axis=2)
         if i < len(layers) - 1:
-            unit = np.zeros((*matrix.shape[:2], 1), np.float32)
-            unit[:, -1] = 1.0 if activation == "relu" else 20.0  # either activation makes it 1
-            matrix = np.concatenate([matrix, unit], axis=2)
+            unit = np.zeros((MEMBERS, 1, matrix.shape[2]), np.float32)
+            unit[..., -1] = 1.0 if activation == "relu" else 20.0  # either activation makes it 1
+            matrix = np.concatenate([matrix, unit], axis=1)
         folded.append(np.ascontiguousarray(matrix, np.float32))
     heads = np.stack([arrays[-4], arrays[-2]])
     biases = np.stack([arrays[-3], arrays[-1]]).reshape(MEMBERS, 1, 1)
@@ -144,8 +151,8 @@ def unfold(folded: Sequence[np.ndarray]) -> list[np.ndarray]:
     arrays = []
     hidden, heads, biases = folded[:-2], folded[-2], folded[-1]
     for i, matrix in enumerate(hidden):
-        kept = matrix if i == len(hidden) - 1 else matrix[:, :, :-1]
-        arrays += [kept[:, :-1].transpose(0, 2, 1).copy(), kept[:, -1:].copy()]
+        kept = matrix if i == len(hidden) - 1 else matrix[:, :-1]
+        arrays += [kept[..., :-1].copy(), kept[..., -1:].transpose(0, 2, 1).copy()]
     for i in range(MEMBERS):
         arrays += [heads[i].copy(), biases[i].reshape(1).copy()]
     return arrays

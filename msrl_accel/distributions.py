@@ -261,13 +261,13 @@ class Clamp(nn.Cell):
     def __init__(self, low: float, high: float) -> None:
         super().__init__()
         self.low, self.high = low, high
-        self.equal = ops.Equal()
+        self.equal, self.select = ops.Equal(), ops.Select()
 
     def construct(self, x: Tensor) -> Tensor:
-        return ops.minimum(ops.maximum(x, self.low), self.high)
+        return ops.clamp(x, self.low, self.high)
 
     def bprop(self, x, out, dout):  # type: ignore[no-untyped-def]
-        return (dout * ops.cast(self.equal(x, out), mstype.float32),)
+        return (self.select(self.equal(x, out), dout, ops.zeros_like(dout)),)
 
 
 class TanhGaussianSample(nn.Cell):

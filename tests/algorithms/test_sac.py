@@ -186,8 +186,8 @@ def gradients_of(loss, arrays, positions):
 
 def test_the_critic_loss_and_its_gradient_equal_the_definition():
     rng = np.random.default_rng(0)
-    q, y = rng.normal(size=(2, 5, 1)), rng.normal(size=(1, 5, 1))
-    weight = rng.uniform(0.1, 1, (1, 5, 1)) / 5
+    q, y = rng.normal(size=(2, 1, 5)), rng.normal(size=(1, 1, 5))
+    weight = rng.uniform(0.1, 1, (1, 1, 5)) / 5
 
     def loss(q):
         return sum(0.5 * np.sum(weight[0] * (q[i] - y[0]) ** 2) for i in range(2))
@@ -199,10 +199,10 @@ def test_the_critic_loss_and_its_gradient_equal_the_definition():
 
 def test_the_actor_loss_and_its_gradient_equal_the_definition():
     rng = np.random.default_rng(1)
-    q, log_prob, alpha = rng.normal(size=(2, 5, 1)), rng.normal(size=5), np.array([0.3])
+    q, log_prob, alpha = rng.normal(size=(2, 1, 5)), rng.normal(size=5), np.array([0.3])
 
     def loss(q, log_prob):
-        return np.mean(alpha * log_prob - np.minimum(q[0], q[1])[:, 0])
+        return np.mean(alpha * log_prob - np.minimum(q[0], q[1])[0])
 
     value, (d_q, d_log_prob) = gradients_of(ActorLoss(5), (q, log_prob, alpha), (0, 1))
     assert value == pytest.approx(loss(q, log_prob), rel=1e-5)
@@ -213,7 +213,7 @@ def test_the_actor_loss_and_its_gradient_equal_the_definition():
 
 
 def test_of_equal_critics_one_gets_the_gradient():
-    q = np.zeros((2, 4, 1))
+    q = np.zeros((2, 1, 4))
     _, (d_q, _) = gradients_of(ActorLoss(4), (q, np.zeros(4), np.ones(1)), (0, 1))
     np.testing.assert_allclose(d_q.sum(axis=0), -0.25)
 
