@@ -8,7 +8,7 @@ reward compared with the others of its group; how, and what becomes of it, is a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class GRPOConfig(LanguageModelConfig):
     them where they are null.
     """
 
-    fixed = (*LanguageModelConfig.fixed, "warm_start_examples")
+    fixed: ClassVar[tuple[str, ...]] = (*LanguageModelConfig.fixed, "warm_start_examples")
 
     preset: str = Field("grpo", choices=tuple(PRESETS))
     """Which of the family (docs/language-models.md): values of the parts of the loss below."""
@@ -157,7 +157,9 @@ class GRPO(LanguageModelAlgorithm):
         buffer = round(self.settings.overlong_buffer * longest)
         if not buffer:
             return rollout.rewards
-        return rollout.rewards + overlong_penalty(rollout.completions.lengths, longest, buffer)
+        penalty = overlong_penalty(rollout.completions.lengths, longest, buffer)
+        penalised: np.ndarray = rollout.rewards + penalty
+        return penalised
 
     def update(
         self,

@@ -30,7 +30,13 @@ class LanguageModelConfig(Section):
         "runtime": {"threads": 2},
     }
 
-    fixed = ("model", "prompt", "system_prompt", "max_prompt_tokens", "max_new_tokens")
+    fixed: ClassVar[tuple[str, ...]] = (
+        "model",
+        "prompt",
+        "system_prompt",
+        "max_prompt_tokens",
+        "max_new_tokens",
+    )
 
     model: str | None = Field(None)
     """A folder, a .gguf file, or smollm2; null makes a model of about a million parameters that

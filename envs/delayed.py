@@ -57,4 +57,4 @@ class DelayedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return float(np.exp(mu + self._spread * self._latency_rng.standard_normal()))
 
 
-gymnasium.register("Delayed-v0", entry_point=DelayedEnv)
+gymnasium.register("Delayed-v0", entry_point=f"{__name__}:DelayedEnv")

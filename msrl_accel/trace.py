@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from msrl_accel.commandline import CommandParser
 from msrl_accel.errors import MsrlError
 from msrl_accel.pipeline.diagnosis import Diagnosis, diagnose
@@ -76,7 +78,7 @@ def _shares(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{stage} {share:.0%}" for stage, share in shares.items())
 
 
-def _last(metrics: Mapping[str, Sequence[float]], name: str) -> float:
+def _last(metrics: Mapping[str, np.ndarray], name: str) -> float:
     """Mean of the last half."""
     values = metrics[name]
     half = values[len(values) // 2 :]

@@ -147,7 +147,8 @@ class _Pair:
             np.ones((1, length), bool),
         )
         batches = Packer(len(self.prompt) + length).pack(sequences)
-        return np.maximum(update.log_probs(batches, (1, length))[0][0], _LOWEST)
+        log_probs: np.ndarray = np.maximum(update.log_probs(batches, (1, length))[0][0], _LOWEST)
+        return log_probs
 
     def generation(self, n_layers: int) -> np.ndarray:
         """As `training`, from the graph that generates, made to draw these tokens."""
@@ -169,7 +170,8 @@ class _Pair:
             Tensor(1.0, mstype.float32),
             *map(Tensor, noise),
         )
-        return np.maximum(log_probs.asnumpy()[:, 0], _LOWEST)
+        generated: np.ndarray = np.maximum(log_probs.asnumpy()[:, 0], _LOWEST)
+        return generated
 
 
 def _first_layers(model: CausalLM, n_layers: int) -> CausalLM:

@@ -24,8 +24,8 @@ class Decoder(nn.Cell):
 
     A head group is the queries that share a key head, then that key and value: `g + 2` vectors of
     `head_dim`. A row's slots hold its prompt, padded on the right, then its new tokens, so that
-    those of a step have the same slot in all rows. Keys are kept transposed, for the product with
-    queries. Unused slots are zero: writing is adding, the cheapest way to write in place.
+    those of a step have the same slot in all rows. Unused slots are zero: writing is adding, the
+    one way to write in place that neither copies the cache nor changes its shape.
 
     Args:
         config: the model.
@@ -41,11 +41,11 @@ class Decoder(nn.Cell):
         self.kv, self.group = config.n_kv_heads, config.n_heads // config.n_kv_heads
         self.order = layer_order(config)
         n, slots, d = rows * self.kv, prompt_length + steps, config.head_dim
-        self.keys = self._state("keys", (n, d, slots), config.n_layers)
+        self.keys = self._state("keys", (n, slots, d), config.n_layers)
         self.values = self._state("values", (n, slots, d), config.n_layers)
         (self.bias,) = self._state("bias", (n, self.group, slots), 1)
         self.seen = Tensor(np.full((n, self.group, 1), -MASKED, np.float32))
-        self.unused = Tensor(np.zeros((n * d * steps,), np.float32))
+        self.unused = Tensor(np.zeros((n, steps, d), np.float32))
         self.unseen = Tensor(np.full((rows, steps), MASKED, np.float32))
         self.prompt_slots = Tensor(np.arange(prompt_length, dtype=np.int32).reshape((1, -1)))
         self.cos, self.sin = self._turns(*rope_tables(config, slots))
@@ -55,7 +55,8 @@ class Decoder(nn.Cell):
         self.matmul = ops.MatMul()
         self.matmul_ta = ops.MatMul(transpose_a=True)
         self.matmul_tb = ops.MatMul(transpose_b=True)
-        self.batched = ops.BatchMatMul()
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.mix = ops.BatchMatMul()
         self.softmax = ops.Softmax(-1)
         self.silu = SiLU()
         self.add_at_1 = ops.IndexAdd(1, check_index_bound=False)
@@ -85,7 +86,7 @@ class Decoder(nn.Cell):
     def fuse(self, weights: Weights) -> Weights:
         """Weights of one layer as `construct` takes them: one matrix for queries, keys, values."""
         o, c = self.order, self.config
-        fused = (
+        fused: Weights = (
             weights[o["input_layernorm.weight"]].reshape((-1, 1)),
             ops.transpose(self.grouped(weights, ".weight", c.hidden_size), (1, 0)),
             weights[o["self_attn.o_proj.weight"]],
@@ -126,13 +127,9 @@ class Decoder(nn.Cell):
     def start_layer(self, layer: int, keys: Tensor, values: Tensor, prompt_index: Tensor) -> None:
         """Put keys and values [M, kv, P, head_dim] of prompts into the cache of their rows [N]."""
         n, d, p = self.rows * self.kv, self.config.head_dim, self.prompt_length
-        keys = ops.transpose(keys, (0, 1, 3, 2)).reshape((keys.shape[0], -1))
-        keys = ops.gather(keys, prompt_index, 0).reshape((n, d, p))
-        keys = ops.concat((keys, self.unused.reshape((n, d, -1))), 2)
-        ops.assign(self.keys[layer], keys)
-        values = ops.gather(values.reshape((values.shape[0], -1)), prompt_index, 0)
-        values = ops.concat((values.reshape((n, p, d)), self.unused.reshape((n, -1, d))), 1)
-        ops.assign(self.values[layer], values)
+        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            rows = ops.gather(new.reshape((new.shape[0], -1)), prompt_index, 0)
+            ops.assign(cache, ops.concat((rows.reshape((n, p, d)), self.unused), 1))
 
     def attend(self, layer, qkv, extras, cos, sin, bias, slot):  # type: ignore[no-untyped-def]
         """qkv [N, kv * (g + 2) * head_dim] -> [N, n_heads * head_dim]; writes its slot."""
@@ -145,11 +142,11 @@ class Decoder(nn.Cell):
         swapped = ops.gather(qkv.reshape((-1, 2, d // 2)), self.swap, 1).reshape(qkv.shape)
         turned = (qkv * cos + swapped * sin).reshape((n, (g + 2) * d))
         q = ops.slice(turned, (0, 0), (n, g * d)).reshape((n, g, d))
-        k = ops.slice(turned, (0, g * d), (n, d)).reshape((n, d, 1))
+        k = ops.slice(turned, (0, g * d), (n, d)).reshape((n, 1, d))
         v = ops.slice(turned, (0, (g + 1) * d), (n, d)).reshape((n, 1, d))
-        scores = self.batched(q, self.add_at_2(self.keys[layer], slot, k))
-        p = self.softmax(scores + bias)
-        return self.batched(p, self.add_at_1(self.values[layer], slot, v)).reshape((self.rows, -1))
+        scores = self.scores(q, self.add_at_1(self.keys[layer], slot, k))
+        mixed = self.mix(self.softmax(scores + bias), self.add_at_1(self.values[layer], slot, v))
+        return mixed.reshape((self.rows, -1))
 
     def normed_heads(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
         """Queries and keys divided by their root mean square, values as they are."""

@@ -131,7 +131,9 @@ class Generator:
             for start in range(0, len(prompt_index), batch)
         ]
         tokens, log_probs, kept = (np.concatenate(arrays) for arrays in zip(*pieces))
-        completions = self._completions(tokens, log_probs, prompt_index, is_eos > 0.0, limit)
+        completions: Completions = self._completions(
+            tokens, log_probs, prompt_index, is_eos > 0.0, limit
+        )
         if top_k > 0 or top_p < 1.0:
             completions.kept = kept[:, : completions.tokens.shape[1]]
         return completions

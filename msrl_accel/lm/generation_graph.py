@@ -9,6 +9,7 @@ from mindspore import dtype as mstype
 from msrl_accel.lm.decode import Decoder
 from msrl_accel.lm.model import CausalLM
 from msrl_accel.lm.sampling import Sampler
+from msrl_accel.networks import Weights
 
 
 class GenerationGraph(nn.Cell):
@@ -102,7 +103,7 @@ class GenerationGraph(nn.Cell):
         model = self.model
         weights = model.weights
         x = self.prefill(prompts, prompt_lengths, prompt_index)
-        layers = ()
+        layers: Weights = ()
         for layer in range(self.config.n_layers):
             layers = (*layers, self.decoder.fuse(model.layer_weights(weights, layer)))
         scale = weights[1 + self.config.n_layers * model.per_layer] * (1.0 / temperature)

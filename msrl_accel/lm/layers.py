@@ -110,4 +110,5 @@ def initial_weight(
     deviation = np.sqrt(0.4 / config.hidden_size)
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         deviation /= np.sqrt(2.0 * config.n_layers)
-    return rng.standard_normal(shape, np.float32) * np.float32(deviation)
+    values: np.ndarray = rng.standard_normal(shape, np.float32) * np.float32(deviation)
+    return values

@@ -137,8 +137,9 @@ class CausalLM(nn.Cell):
         rows = ops.gather(hidden.reshape((-1, self.config.hidden_size)), sources, 0)
         projection = self.projection(weights)
         if kept is None:
-            return self.head(rows, projection, targets, temperature, no_kept(sources.shape[0]))
-        return self.restricted_head(rows, projection, targets, temperature, kept)
+            kept = no_kept(sources.shape[0])
+            return self.head(rows, projection, targets, temperature, kept)  # type: ignore[no-any-return]
+        return self.restricted_head(rows, projection, targets, temperature, kept)  # type: ignore[no-any-return]
 
     def token_log_probs(
         self,

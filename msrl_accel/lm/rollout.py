@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ class Roller:
         top_p: float = 1.0,
     ) -> None:
         self.generator, self.encoder, self.scorer = generator, encoder, scorer
-        self.sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self.sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
     def roll(
         self, problems: Sequence[Problem], group_size: int, rng: np.random.Generator | None

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 def inverse_frequencies(config: LMConfig) -> np.ndarray:
     """Radians a position turns each pair of numbers [head_dim / 2], scaling included."""
     d = config.head_dim
-    frequencies = config.rope_theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
+    frequencies: np.ndarray = config.rope_theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
     if scaling["rope_type"] == "linear":
-        return frequencies / scaling["factor"]
+        slower: np.ndarray = frequencies / scaling["factor"]
+        return slower
     return _llama3_scaled(
         frequencies,
         scaling["factor"],

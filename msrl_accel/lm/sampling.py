@@ -26,12 +26,14 @@ class Noise(NamedTuple):
 
     table: np.ndarray
     """[R, W] float32, Gumbel distributed, or zero for the likeliest token always."""
-    index: np.ndarray
+    index: np.ndarray  # type: ignore[assignment]
     """[steps, N, ceil(V / W)] int32."""
 
     def dense(self, vocab_size: int) -> np.ndarray:
         """[steps, N, V]"""
-        return self.table[self.index].reshape((*self.index.shape[:2], -1))[..., :vocab_size]
+        rows = self.table[self.index].reshape((*self.index.shape[:2], -1))
+        noise: np.ndarray = rows[..., :vocab_size]
+        return noise
 
 
 def noise_shapes(steps: int, rows: int, vocab_size: int) -> tuple[tuple[int, int], tuple[int, ...]]:

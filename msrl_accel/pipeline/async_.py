@@ -17,6 +17,7 @@ from msrl_accel.envs.base import VectorEnv
 from msrl_accel.errors import EnvError, PipelineError
 from msrl_accel.metrics import EpisodeStats
 from msrl_accel.pipeline.inference_process import InferenceProcess
+from msrl_accel.pipeline.learner_stages import LearnerStages
 from msrl_accel.pipeline.memory import MemoryWatch
 from msrl_accel.pipeline.placement import Place, places
 from msrl_accel.pipeline.shared_queue import SharedQueue, Slot
@@ -98,6 +99,8 @@ class AsyncTrainer(Trainer):
         self.server: InferenceProcess | None = None
         self.timeline = Timeline(self.run.path, self.options.trace)
         self.stack.callback(self.timeline.close)
+        self.stages = LearnerStages(self.timeline, self.options.hang_seconds)
+        self.stack.callback(self.stages.close)
         self.memory = MemoryWatch(self._shrink)
         self.supervise_at = 0.0
         self.env.close()
@@ -121,32 +124,29 @@ class AsyncTrainer(Trainer):
         """One update on the next trajectories that arrive; nothing if a stop was asked for."""
         if not self.started:
             self._start()
-        start = time.monotonic()
-        slots = self._gather()
+        start, stage = time.monotonic(), self.stages
+        stage.restart()
+        with stage("wait"):
+            slots = self._gather()
         if not slots:
             return {}
-        gathered = time.monotonic()
-        batch, collection = self._take(slots)
-        taken = time.monotonic()
-        losses = self._update(batch)
-        if self.statistics is not None:
-            self.statistics.update(tuple(map(batch.flat, batch.observations)))
-        updated = time.monotonic()
-        self._publish()
-        published = time.monotonic()
+        with stage("take"):
+            batch, collection = self._take(slots)
+        with stage("update"):
+            losses = self._update(batch)
+            if self.statistics is not None:
+                self.statistics.update(tuple(map(batch.flat, batch.observations)))
+        with stage("publish"):
+            self._publish()
         self.memory.check()
+        end = time.monotonic()
         steps = int(batch.valid.sum())
         self.step += steps
         self.iteration += 1
-        total = published - start
         depth = self.queue.stats()["ready"] / self.layout.slots_per_update
         staleness = self.staleness.metrics()
-        self.timeline.span("learner", "wait", start, gathered)
-        self.timeline.span("learner", "take", gathered, taken)
-        self.timeline.span("learner", "update", taken, updated)
-        self.timeline.span("learner", "publish", updated, published)
-        self.timeline.count("queue depth", published, depth)
-        self.timeline.count("version lag", published, staleness["lag_mean"])
+        self.timeline.count("queue depth", end, depth)
+        self.timeline.count("version lag", end, staleness["lag_mean"])
         return {
             **self.episodes.summary(),
             **{f"{self.config.algo}/{name}": value for name, value in losses.items()},
@@ -155,15 +155,12 @@ class AsyncTrainer(Trainer):
             **({} if self.server is None else self.server.metrics()),
             "pipeline/version": float(self.version),
             "pipeline/queue_depth": depth,
-            "pipeline/learner_idle_share": (gathered - start) / total,
+            "pipeline/learner_idle_share": stage.seconds["wait"] / (end - start),
             "pipeline/restarts": float(self.pool.restarts),
             "pipeline/discarded": float(self.queue.reclaimed),
             "pipeline/memory_share": self.memory.share,
-            "time/wait_seconds": gathered - start,
-            "time/take_seconds": taken - gathered,
-            "time/update_seconds": updated - taken,
-            "time/publish_seconds": published - updated,
-            "time/steps_per_second": steps / total,
+            **{f"time/{name}_seconds": seconds for name, seconds in stage.seconds.items()},
+            "time/steps_per_second": steps / (end - start),
         }
 
     def _update(self, batch: Trajectories) -> dict[str, float]:
@@ -281,11 +278,11 @@ class AsyncTrainer(Trainer):
 
     def _reward_scaling(self, index: int) -> RewardScaling:
         known = self.reward_statistics
-        statistics = known.get(str(index)) or max(known.values(), key=lambda s: s[2], default=None)
+        found = known.get(str(index)) or max(known.values(), key=lambda s: s[2], default=None)
         return RewardScaling(
             gamma=getattr(self.config.algorithm, "gamma", 0.99),
             clip=self.config.reward.clip,
-            statistics=statistics and (statistics[0], statistics[1], statistics[2]),
+            statistics=None if found is None else (found[0], found[1], found[2]),
         )
 
     def _worker_ended(self, index: int) -> None:
@@ -345,7 +342,11 @@ class AsyncTrainer(Trainer):
         for slot, x in zip(slots, numbers):
             episodes = slot_episodes(slot)
             self.episodes.add(episodes[:, 0], episodes[:, 1])
-            self.reward_statistics[str(_worker_index(slot))] = list(x[-4:-1])
+            self.reward_statistics[str(_worker_index(slot))] = [
+                x.reward_mean,
+                x.reward_variance,
+                x.reward_count,
+            ]
             track = slot.producer
             if x.environment >= 0:
                 track += f", environment {x.environment:.0f}"

@@ -66,7 +66,8 @@ class Settled:
     def values(self, name: str) -> np.ndarray:
         """Finite values of a metric."""
         values = self._metrics.get(name, np.empty(0))[self._first :]
-        return values[np.isfinite(values)]
+        finite: np.ndarray = values[np.isfinite(values)]
+        return finite
 
     def mean(self, name: str, default: float = 0.0) -> float:
         values = self.values(name)

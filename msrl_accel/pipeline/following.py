@@ -44,7 +44,7 @@ class FollowingRuntime:
 
     def act(self, observations: Observations, noise: np.ndarray) -> ActResult:
         start = self._heartbeat.beat(Stage.INFERENCE)
-        newer = self._store and self._store.read(newer_than=self.version)
+        newer = None if self._store is None else self._store.read(newer_than=self.version)
         if newer is not None:
             self.load_weights(*newer)
         result = self.runtime.act(observations, noise)

@@ -42,9 +42,9 @@ class GRPOTrainer(LanguageModelTrainer):
         assert isinstance(options, GRPOConfig)
         self.options = options
         self.algorithm = GRPO(config, self.model)
-        self.warm_examples = options.warm_start_examples
-        if self.warm_examples is None:
-            self.warm_examples = 0 if options.model is not None else WARM_START_EXAMPLES
+        default = 0 if options.model is not None else WARM_START_EXAMPLES
+        given = options.warm_start_examples
+        self.warm_examples: int = default if given is None else given
         if config.total_steps <= self.warm_examples:
             raise ConfigError(
                 f"total_steps = {config.total_steps}: the warm start alone takes "

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import Any
 
 import numpy as np
 
@@ -139,8 +140,9 @@ class InferenceServer:
         numbers: np.ndarray | None = None,
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        invariant = isinstance(runtime, BatchInvariantRuntime)
-        self.runtime = runtime if invariant else BatchInvariantRuntime(runtime, tiles=sizes)
+        if not isinstance(runtime, BatchInvariantRuntime):
+            runtime = BatchInvariantRuntime(runtime, tiles=sizes)
+        self.runtime = runtime
         self.sizes = self.runtime.tiles
         self.spec = runtime.spec
         self.store = store
@@ -184,7 +186,7 @@ class InferenceServer:
         return outputs_of(result)
 
     def _follow(self) -> None:
-        newer = self.store and self.store.read(newer_than=self.runtime.version)
+        newer = None if self.store is None else self.store.read(newer_than=self.runtime.version)
         if newer is not None:
             self.runtime.load_weights(*newer)
 
@@ -202,7 +204,8 @@ class InferenceServer:
         )
 
     def _receive(self, timeout: float) -> None:
-        for ready in wait([self._listener, *self._sessions], timeout):
+        sources: list[Any] = [self._listener, *self._sessions]
+        for ready in wait(sources, timeout):
             if not isinstance(ready, _Session):
                 self._accept()
                 continue

@@ -62,6 +62,7 @@ class LanguageModelTrainer(TrainingLoop):
         opened = self._open(options)
         self.encoder = PromptEncoder(opened.tokenizer, options.prompt, options.system_prompt)
         self.longest_prompt = options.max_prompt_tokens
+        self.pass_samples = options.pass_samples
         self._check_data_set()
         self.held_out = self._held_out_problems()
         self.model = CausalLM(opened.config, seed=config.seed)
@@ -109,7 +110,7 @@ class LanguageModelTrainer(TrainingLoop):
         Raises:
             EnvError: not one of them could be scored.
         """
-        samples = 1 if deterministic else self.config.algorithm.pass_samples
+        samples = 1 if deterministic else self.pass_samples
         seed = None if deterministic else evaluation_seed(self.config)
         result, rollout = evaluate_problems(self.roller, self.held_out, samples, seed)
         self.log_samples(rollout, "held_out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -117,7 +117,7 @@ def copy_columns(source: Trajectories, columns: slice, target: Trajectories) -> 
 
 def collection_metrics(numbers: list[SlotNumbers], steps: int, workers: int) -> dict[str, float]:
     """What the slots of one update, of `steps` steps each, say of the workers."""
-    x = SlotNumbers(*np.array(numbers).T)
+    x: Any = SlotNumbers(*np.array(numbers).T)  # of arrays here
     elapsed = max(x.elapsed.sum(), 1e-9)
     trajectories = max((x.end - x.begin + x.blocked).sum(), 1e-9)
     calls = max(x.act_calls.sum(), 1)

@@ -201,9 +201,11 @@ class Worker:
         store = None if isinstance(task.engine, ServerEngine) else self._open_store()
         self.runtime = FollowingRuntime(self._make_runtime(spec), store, self.heartbeat)
         self.normalizer = task.rewards and task.rewards.normalizer(task.n_envs)
-        kind = ChunkCollector if task.apart else Collector
+        kind: Any = ChunkCollector if task.apart else Collector
         rng = np.random.default_rng(noise_seed)
-        self.collector = kind(self.env, self.runtime, task.n_steps, rng, self.normalizer)
+        self.collector: Collector | ChunkCollector = kind(
+            self.env, self.runtime, task.n_steps, rng, self.normalizer
+        )
         self.collector.episodes.log = []
         self.idle = 0.0
         self.committed_at = time.monotonic()
