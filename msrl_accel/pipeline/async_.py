@@ -126,7 +126,7 @@ class AsyncTrainer(Trainer):
             self._start()
         start, stage = time.monotonic(), self.stages
         stage.restart()
-        with stage("wait"):
+        with stage("wait", watched=False):
             slots = self._gather()
         if not slots:
             return {}
