@@ -163,8 +163,12 @@ class SACUpdate(nn.Cell):
             values = (*values, ops.stop_gradient(parameter))
         return values
 
-    def descend(self, parameters, first, gradients, step_size, epsilon):  # type: ignore[no-untyped-def]
-        """An Adam step on each; their moments begin at `first`. Returns the new values."""
+    def descend(self, parameters, loaded, first, gradients, step_size, epsilon):  # type: ignore[no-untyped-def]
+        """An Adam step on each; their moments begin at `first`. Returns the new values.
+
+        `loaded` is the memory that the step changes, so it holds them once the step is done: to
+        load them again would copy them before and after it.
+        """
         values: Weights = ()
         for i in range(len(parameters)):
             updated = self.adam(
@@ -179,7 +183,7 @@ class SACUpdate(nn.Cell):
                 epsilon,
                 gradients[i],
             )
-            values = (*values, ops.stop_gradient(ops.depend(parameters[i], updated)))
+            values = (*values, ops.depend(loaded[i], updated))
         return values
 
     def step(self, i, inputs):  # type: ignore[no-untyped-def]
@@ -200,21 +204,23 @@ class SACUpdate(nn.Cell):
         entropy_bonus = alpha * next_log_prob.reshape((1, 1, self.batch))
         y = rewards + discounts * (ops.minimum(first, second) - entropy_bonus)
 
-        gradients, (q,) = self.critic_grad(
-            self.loaded(self.critic_weights), observations, actions, y, importance
+        critic_weights = self.loaded(self.critic_weights)
+        gradients, (q,) = self.critic_grad(critic_weights, observations, actions, y, importance)
+        critic_weights = self.descend(
+            self.critic_weights, critic_weights, len(actor_weights), gradients, step_size, epsilon
         )
-        n_actor = len(actor_weights)
-        critic_weights = self.descend(self.critic_weights, n_actor, gradients, step_size, epsilon)
         gradients, (q_new, log_prob) = self.actor_grad(
             actor_weights, critic_weights, observations, noise, alpha
         )
-        self.descend(self.policy.weights, 0, gradients, step_size, epsilon)
+        self.descend(self.policy.weights, actor_weights, 0, gradients, step_size, epsilon)
         if self.adaptive:
             # d/d log_alpha of -log_alpha (log pi + target entropy)
             entropy = self.matmul(self.minus_mean, log_prob.reshape((-1, 1))).reshape((1,))
             gradient = entropy - self.target_entropy
             last = len(self.moments1) - 1
-            self.descend((self.log_alpha,), last, (gradient,), step_size, epsilon)
+            self.descend(
+                (self.log_alpha,), (alpha,), last, (gradient,), step_size, epsilon
+            )
         for j in range(len(target_weights)):
             difference = target_weights[j] - critic_weights[j]
             self.lower(self.target_weights[j], self.tau, difference)
