@@ -52,10 +52,10 @@ class FoldedCritics(nn.Cell):
     gradient needs). Both members are one batched product of matrices [units, B]: so the first layer
     is one product for both, and the gradient of its input is summed over them in one. A bias is the
     weight of a constant input, since on CPU a broadcast addition costs as much as several others:
-    each hidden layer but the last has one more unit, which is always 1.
+    each hidden layer has one more unit, which is always 1.
 
-    Weights (`fold` makes them): of each hidden layer [2, out + 1, in + 1], of the last of them
-    [2, out, in + 1]; of the heads [2, 1, in] and [2, 1, 1].
+    Weights (`fold` makes them): of each hidden layer [2, out + 1, in + 1], of the heads
+    [2, 1, in + 1].
     """
 
     def __init__(
@@ -63,10 +63,9 @@ class FoldedCritics(nn.Cell):
     ) -> None:
         super().__init__()
         self.features, self.actions, self.batch = features, actions, batch
+        widths = [n + 1 for n in (features + actions, *hidden_sizes)]
+        self.inputs, self.first_units = widths[:2]
         self.last = len(hidden_sizes) - 1
-        widths = [features + actions, *hidden_sizes]
-        units = [*(n + 1 for n in hidden_sizes[:-1]), hidden_sizes[-1]]
-        self.first_units, self.inputs = units[0], widths[0] + 1
         self.is_relu = activation == "relu"
         self.activation = ACTIVATIONS[activation]()
         self.relu_grad, self.tanh_grad = ReluGrad(), TanhGrad()
@@ -77,10 +76,9 @@ class FoldedCritics(nn.Cell):
         self.matmul_tb = ops.BatchMatMul(transpose_b=True)
         self.concat = ops.Concat(1)
         self.constant_input = Tensor(np.ones((batch, 1), np.float32))
-        self.ones = Tensor(np.ones((MEMBERS, batch, 1), np.float32))
-        self.trained: tuple[Tensor, ...] = tuple(
-            Tensor(_without_constant_unit(outputs, inputs + 1))
-            for inputs, outputs in zip(widths, units[:-1])
+        self.trained = tuple(
+            Tensor(_without_constant_unit(outputs, inputs))
+            for inputs, outputs in zip(widths, widths[1:])
         )
 
     def construct(self, features: Tensor, raw_action: Tensor, weights: Weights) -> Weights:
@@ -92,21 +90,21 @@ class FoldedCritics(nn.Cell):
         for i in range(1, self.last + 1):
             hidden = self.activation(self.matmul(weights[i], hidden))
             kept = (*kept, hidden)
-        return (self.matmul(weights[-2], hidden) + weights[-1], *kept)
+        return (self.matmul(weights[-1], hidden), *kept)
 
     def bprop(self, features, raw_action, weights, out, dout):  # type: ignore[no-untyped-def]
         x, hidden, d_q = out[1], out[2:], dout[0]
-        d_z = self.activation_grad(self.matmul_ta(weights[-2], d_q), hidden[self.last])
-        gradients: Weights = (self.matmul_tb(d_q, hidden[self.last]), self.matmul(d_q, self.ones))
-        masks = (*self.trained, None)
+        gradients: Weights = (self.matmul_tb(d_q, hidden[self.last]),)
+        d_z = self.activation_grad(self.matmul_ta(weights[-1], d_q), hidden[self.last])
         for i in range(self.last, 0, -1):
-            gradients = (masked(self.matmul_tb(d_z, hidden[i - 1]), masks[i]), *gradients)
+            gradient = self.matmul_tb(d_z, hidden[i - 1]) * self.trained[i]
+            gradients = (gradient, *gradients)
             d_z = self.activation_grad(self.matmul_ta(weights[i], d_z), hidden[i - 1])
         d_first = d_z.reshape((-1, self.batch))
-        gradient = self.product(d_first, x).reshape(weights[0].shape)
+        gradient = self.product(d_first, x).reshape(weights[0].shape) * self.trained[0]
         d_features = self.input_gradient(d_first, weights[0], 0, self.features)
         d_action = self.input_gradient(d_first, weights[0], self.features, self.actions)
-        return d_features, d_action, (masked(gradient, masks[0]), *gradients)
+        return d_features, d_action, (gradient, *gradients)
 
     def activation_grad(self, gradient: Tensor, output: Tensor) -> Tensor:
         if self.is_relu:
@@ -119,10 +117,6 @@ class FoldedCritics(nn.Cell):
         return self.product_ta(d_first, columns.reshape((-1, size)))
 
 
-def masked(gradient: Tensor, mask: Tensor | None) -> Tensor:
-    return gradient if mask is None else gradient * mask
-
-
 def _without_constant_unit(outputs: int, inputs: int) -> np.ndarray:
     """1 where a folded weight is trained, 0 in the row of the unit that stays 1."""
     mask = np.ones((MEMBERS, outputs, inputs), np.float32)
@@ -132,29 +126,27 @@ def _without_constant_unit(outputs: int, inputs: int) -> np.ndarray:
 
 def fold(arrays: Sequence[np.ndarray], activation: str) -> list[np.ndarray]:
     """Weights in the order of `TwinCritics.weight_specs`, as `FoldedCritics` takes them."""
-    layers = list(zip(arrays[:-4:2], arrays[1:-4:2]))
     folded = []
-    for i, (weight, bias) in enumerate(layers):
+    for weight, bias in zip(arrays[:-4:2], arrays[1:-4:2]):
         matrix = np.concatenate([weight, bias.transpose(0, 2, 1)], axis=2)
-        if i < len(layers) - 1:
-            unit = np.zeros((MEMBERS, 1, matrix.shape[2]), np.float32)
-            unit[..., -1] = 1.0 if activation == "relu" else 20.0  # either activation makes it 1
-            matrix = np.concatenate([matrix, unit], axis=1)
-        folded.append(np.ascontiguousarray(matrix, np.float32))
-    heads = np.stack([arrays[-4], arrays[-2]])
-    biases = np.stack([arrays[-3], arrays[-1]]).reshape(MEMBERS, 1, 1)
-    return [*folded, heads, biases]
+        unit = np.zeros((MEMBERS, 1, matrix.shape[2]), np.float32)
+        unit[..., -1] = 1.0 if activation == "relu" else 20.0  # either activation makes it 1
+        folded.append(np.concatenate([matrix, unit], axis=1))
+    heads = [
+        np.concatenate([weight, bias[None]], axis=1)
+        for weight, bias in zip(arrays[-4::2], arrays[-3::2])
+    ]
+    return [*folded, np.stack(heads)]
 
 
 def unfold(folded: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Inverse of `fold`."""
     arrays = []
-    hidden, heads, biases = folded[:-2], folded[-2], folded[-1]
-    for i, matrix in enumerate(hidden):
-        kept = matrix if i == len(hidden) - 1 else matrix[:, :-1]
+    for matrix in folded[:-1]:
+        kept = matrix[:, :-1]
         arrays += [kept[..., :-1].copy(), kept[..., -1:].transpose(0, 2, 1).copy()]
-    for i in range(MEMBERS):
-        arrays += [heads[i].copy(), biases[i].reshape(1).copy()]
+    for head in folded[-1]:
+        arrays += [head[:, :-1].copy(), head[0, -1:].copy()]
     return arrays
 
 
