@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import pytest
+from mindspore import Tensor
+from text_run_helpers import TINY, make_grpo, roll, tiny_config
 
+from msrl_accel.algorithms.sft import SFT
+from msrl_accel.config import resolve_config
 from msrl_accel.envs.text import Problem, RewardSpec, Scorer, make_task, usable_groups
 from msrl_accel.envs.text.rewards import build_reward
+from msrl_accel.errors import ConfigError
+from msrl_accel.lm import advantages
+from msrl_accel.lm.losses import PRESETS, weigh_tokens
+from msrl_accel.lm.model import CausalLM
+from msrl_accel.lm.packing import Sequences
 
 T = TypeVar("T")
 
@@ -31,6 +42,128 @@ def in_thread(call: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
+
+
+pytestmark = [pytest.mark.usefixtures("graph_mode"), pytest.mark.slow]
+
+
+def first_update(**options):
+    """Metrics of a first update on a policy's own samples."""
+    algorithm, roller = make_grpo(**options)
+    return algorithm.update(roll(roller), 0.0, np.random.default_rng(0))
+
+
+# trl#6789: top_p 0.9 makes the importance ratio 0.90, top_k 50 makes it 0.171
+
+
+@pytest.mark.parametrize("options", [{"top_k": 4}, {"top_p": 0.6}, {"top_k": 6, "top_p": 0.8}])
+def test_the_ratio_is_one_where_sampling_keeps_only_some_tokens(options) -> None:
+    algorithm, roller = make_grpo(**options)
+    rollout = roll(roller)
+    # What that comes from: over the whole vocabulary the tokens are less likely.
+    everything = replace(rollout.completions, kept=None)
+    whole = algorithm.log_probs(replace(rollout, completions=everything))
+    mask = rollout.mask
+    assert np.exp((whole - rollout.completions.log_probs)[mask]).max() < 0.95
+    metrics = algorithm.update(rollout, 0.0, np.random.default_rng(0))
+    assert metrics["grpo/ratio_error"] < 1e-4
+    assert metrics["grpo/clip_fraction"] == 0
+    assert metrics["parity/max"] < 1e-4
+
+
+# prime-rl PR 697: log-probabilities divided by the temperature
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_the_temperature_divides_logits_not_log_probabilities(temperature) -> None:
+    algorithm, roller = make_grpo(temperature=temperature)
+    rollout = roll(roller)
+    log_probs = algorithm.log_probs(rollout)
+    row, length = 0, int(rollout.completions.lengths[0])
+    prompt = rollout.prompts[rollout.completions.prompt_index[row]]
+    tokens = np.concatenate([prompt, rollout.completions.tokens[row, :length]])[None]
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    logits = algorithm.model(*map(Tensor, (tokens, positions, np.zeros_like(tokens)))).asnumpy()[0]
+    scaled = logits.astype(np.float64) / temperature
+    every = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    expected = every[np.arange(len(prompt) - 1, len(prompt) + length - 1), tokens[0, len(prompt) :]]
+    np.testing.assert_allclose(log_probs[row, :length], expected, atol=1e-5)
+    np.testing.assert_allclose(rollout.completions.log_probs[row, :length], expected, atol=1e-5)
+
+
+# verl#6280: log-probabilities at another micro-batch size give a clip fraction above 0 on-policy
+
+
+@pytest.mark.parametrize("token_budget", [16, 40, 1024])
+def test_on_policy_nothing_is_clipped_at_any_micro_batch_size(token_budget) -> None:
+    # GSPO clips tightest, at 0.0003.
+    metrics = first_update(token_budget=token_budget, preset="gspo")
+    assert metrics["grpo/clip_fraction"] == 0
+    assert metrics["grpo/ratio_error"] < 1e-5
+    assert abs(metrics["grpo/approx_kl"]) < 1e-8
+
+
+# AReaL PR 1673: [1, 2, 3] in groups of 2 gives 300000
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_a_completion_alone_in_its_group_is_an_error_not_a_huge_advantage(advantage) -> None:
+    settings = PRESETS["grpo"].replace(advantage=advantage)
+    groups, rewards = np.array([0, 0, 1]), np.array([1.0, 2.0, 3.0])
+    with pytest.raises(ConfigError, match="completion 2 is alone in its group"):
+        weigh_tokens(settings, rewards, groups, np.ones((3, 2), bool), 2)
+
+
+# verl#7278: mask [1, 1, 0, 0, 1, 1] with a final reward of 1 and gamma 1
+
+
+def test_the_return_reaches_tokens_before_those_the_model_did_not_choose() -> None:
+    mask = np.array([[1, 1, 0, 0, 1, 1]], bool)
+    rewards = np.array([[0, 0, 0, 0, 0, 1.0]])
+    returns = advantages.returns_to_go(rewards, mask, gamma=1.0)
+    np.testing.assert_array_equal(returns, mask.astype(float))
+    discounted = advantages.returns_to_go(rewards, mask, gamma=0.5)
+    np.testing.assert_array_equal(discounted, [[0.125, 0.25, 0, 0, 0.5, 1]])
+
+
+# trl PR 7039: only one end token is honoured
+
+
+def test_every_end_token_ends_a_completion() -> None:
+    _, roller = make_grpo(max_new_tokens=8)
+    ends = (1, 5, 9)
+    prompts = [roller.encoder.prompt(Problem("1+2=", "3"))] * 4
+    completions = roller.generator.generate(prompts, 16, np.random.default_rng(0), eos_ids=ends)
+    last = completions.tokens[np.arange(64), completions.lengths - 1]
+    ended = completions.stop == "eos"
+    assert set(last[ended]) == set(ends)
+    assert not set(last[~ended]) & set(ends)
+    for row, length in zip(completions.tokens, completions.lengths):
+        assert not set(row[: length - 1]) & set(ends)
+
+
+# verl#7200: 10 + 6 tokens divide by 16 under any micro-batching
+
+
+@pytest.mark.parametrize("token_budget", [13, 64])
+def test_sixteen_tokens_count_the_same_in_one_micro_batch_or_two(token_budget) -> None:
+    options = {**TINY, "token_budget": token_budget}
+    config = resolve_config("sft", "text/addition", tuned=False, sft=options)
+    sft = SFT(config, CausalLM(tiny_config(), seed=3))
+    rng = np.random.default_rng(0)
+    lengths = np.array([10, 6])
+    examples = Sequences(
+        prompts=[np.array([4, 5], np.int32), np.array([6, 7, 8], np.int32)],
+        prompt_index=np.arange(2),
+        tokens=rng.integers(2, 14, (2, 10)).astype(np.int32),
+        lengths=lengths,
+        mask=np.arange(10) < lengths[:, None],
+    )
+    batches = sft.learner.packer.pack(examples)
+    assert len(batches) == (2 if token_budget == 13 else 1)
+    log_probs, _ = sft.learner.update.log_probs(batches, (2, 10))
+    expected = -log_probs.sum(dtype=np.float64) / 16
+    assert sft.update(examples, 0.0)["loss"] == pytest.approx(expected, abs=1e-6)
 
 
 # verl PR 5635: off the main thread math_verify's alarm fails, and every score is 0

@@ -18,6 +18,8 @@ from msrl_accel.pipeline.async_ import AsyncTrainer
 from msrl_accel.run import Run
 from msrl_accel.train import main
 
+pytestmark = pytest.mark.slow
+
 no_curves = run_helpers.no_curves
 
 

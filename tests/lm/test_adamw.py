@@ -8,7 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor
 
 from msrl_accel.lm.adamw import CHUNK, AdamWOptions, DeviceAdamW, HostAdamW
 
-pytestmark = pytest.mark.usefixtures("graph_mode")
+pytestmark = [pytest.mark.usefixtures("graph_mode"), pytest.mark.slow]
 
 SHAPES = ((3, 4), (5,), (CHUNK // 8, 9))
 OPTIONS = AdamWOptions(0.8, 0.95, 1e-4, weight_decay=0.1, max_grad_norm=1.5)
@@ -59,15 +59,15 @@ def test_steps_are_those_of_the_formula(kind):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(kind, bad):
+def test_a_gradient_that_is_not_finite_changes_nothing(kind):
     weights = parameters()
     optimizer = kind(weights, OPTIONS)
     optimizer.step(GRADIENTS[0], 0.01)
     before = [w.asnumpy().copy() for w in weights], optimizer.state()
-    gradients = random_arrays(4)
-    gradients[1][2] = bad
-    assert not np.isfinite(optimizer.step(gradients, 0.01))
+    for bad in (np.nan, np.inf):
+        gradients = random_arrays(4)
+        gradients[1][2] = bad
+        assert not np.isfinite(optimizer.step(gradients, 0.01))
     for weight, expected in zip(weights, before[0]):
         np.testing.assert_array_equal(weight.asnumpy(), expected)
     after = optimizer.state()
@@ -76,8 +76,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind, bad):
         np.testing.assert_array_equal(array, before[1]["moments"][name])
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("resumed", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "resumed"), [OPTIMIZERS, OPTIMIZERS[::-1]])
 def test_a_restored_optimizer_goes_on_as_the_first(kind, resumed):
     weights, others = parameters(), parameters()
     first = kind(weights, OPTIONS)

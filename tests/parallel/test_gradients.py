@@ -14,7 +14,10 @@ from run_helpers import environment
 
 from msrl_accel.parallel.launch import available
 
-pytestmark = pytest.mark.skipif(not available(), reason="msrun is missing")
+pytestmark = [
+    pytest.mark.skipif(not available(), reason="msrun is missing"),
+    pytest.mark.slow,
+]
 
 
 def two_processes(folder, accumulate):

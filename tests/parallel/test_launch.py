@@ -19,6 +19,8 @@ from msrl_accel.parallel.beacon import Beacon, Sign, read_signs
 from msrl_accel.parallel.launch import Launch, _parser, available
 from msrl_accel.run import Run
 
+pytestmark = pytest.mark.slow
+
 needs_msrun = pytest.mark.skipif(not available(), reason="msrun is missing")
 
 

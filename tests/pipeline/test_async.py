@@ -22,6 +22,8 @@ from msrl_accel.pipeline.stepping import check_config
 from msrl_accel.run import Run
 from msrl_accel.train import train
 
+pytestmark = pytest.mark.slow
+
 no_curves = run_helpers.no_curves
 
 NORMALIZED = {"policy__normalize_observations": True, "reward__normalize": True}

@@ -13,6 +13,8 @@ from run_helpers import no_curves  # noqa: F401
 from msrl_accel.pipeline.async_ import AsyncTrainer
 from msrl_accel.pipeline.inference_process import InferenceProcess
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("onnxruntime")
 
 

@@ -22,6 +22,8 @@ from msrl_accel.pipeline.async_ import AsyncTrainer
 from msrl_accel.pipeline.ray_workers import connect
 from msrl_accel.run import Run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ray(monkeypatch):

@@ -27,6 +27,8 @@ from test_async import at_iteration
 from msrl_accel.errors import EnvError
 from msrl_accel.run import Run
 
+pytestmark = pytest.mark.slow
+
 no_curves = run_helpers.no_curves
 
 
