@@ -218,9 +218,7 @@ class SACUpdate(nn.Cell):
             entropy = self.matmul(self.minus_mean, log_prob.reshape((-1, 1))).reshape((1,))
             gradient = entropy - self.target_entropy
             last = len(self.moments1) - 1
-            self.descend(
-                (self.log_alpha,), (alpha,), last, (gradient,), step_size, epsilon
-            )
+            self.descend((self.log_alpha,), (alpha,), last, (gradient,), step_size, epsilon)
         for j in range(len(target_weights)):
             difference = target_weights[j] - critic_weights[j]
             self.lower(self.target_weights[j], self.tau, difference)
