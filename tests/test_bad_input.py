@@ -180,7 +180,7 @@ def test_misspelt_key(refused, tmp_path, key, nearest):
         ("checkpoint.interval_seconds=-1", ["checkpoint.interval_seconds", "-1"]),
         ("logging.tensorboard=maybe", ["logging.tensorboard", "maybe"]),
         ("runtime.device=TPU", ["runtime.device", "TPU", "Ascend"]),
-        ("vectorization=threads", ["vectorization", "threads", "async"]),
+        ("vectorization=fibers", ["vectorization", "fibers", "async"]),
         ("n_envs=0", ["n_envs", "0", "1"]),
         ("total_steps=0", ["total_steps", "0"]),
         ("seed=-1", ["seed", "-1"]),

@@ -190,3 +190,28 @@ def test_ctrl_c_ends_all_and_a_killed_learner_leaves_nothing(tmp_path, started):
     assert shared_segments() == segments
     steps = Run(run_dir).metrics["step"]
     assert (np.diff(steps) > 0).all()
+
+
+@pytest.mark.slow
+def test_environments_in_processes_of_their_own_end_with_their_worker(tmp_path, monkeypatch):
+    seen = {}
+
+    def kill(trainer):
+        worker = trainer.pool.pids[0]
+        seen["environments"] = descendants(worker)
+        os.kill(worker, signal.SIGKILL)
+
+    def look(trainer):
+        seen["later"] = [pid for w in trainer.pool.pids for pid in descendants(w)]
+
+    at_iteration(monkeypatch, {2: kill, 6: look})
+    train_async(
+        tmp_path / "run",
+        updates=8,
+        vectorization="async",
+        pipeline__workers=1,
+        pipeline__envs_per_worker=3,
+    )
+    assert len(seen["environments"]) >= 3
+    assert len(seen["later"]) >= 3
+    until(lambda: not any(map(alive, [*seen["environments"], *seen["later"]])), 10, "orphans")
