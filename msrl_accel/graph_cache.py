@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msrl_accel
 from msrl_accel.config import TrainConfig
 from msrl_accel.files import write_bytes_atomic
 from msrl_accel.spaces import PolicySpec
@@ -141,10 +142,10 @@ def _patched() -> bool:
 
 def _folders() -> list[str]:
     """Of this package."""
-    import msrl_accel.algorithms
-    import msrl_accel.envs
+    from msrl_accel import algorithms, configs, envs
 
-    return [*msrl_accel.__path__, *msrl_accel.algorithms.__path__, *msrl_accel.envs.__path__]
+    packages = (algorithms, configs, envs)
+    return [*msrl_accel.__path__, *(path for p in packages for path in p.__path__)]
 
 
 def _digest(config: TrainConfig, spec: PolicySpec) -> str:
