@@ -8,7 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor
 
 from msrl_accel.lm.adamw import CHUNK, AdamWOptions, DeviceAdamW, HostAdamW
 
-pytestmark = [pytest.mark.usefixtures("graph_mode"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("graph_mode")
 
 SHAPES = ((3, 4), (5,), (CHUNK // 8, 9))
 OPTIONS = AdamWOptions(0.8, 0.95, 1e-4, weight_decay=0.1, max_grad_norm=1.5)

@@ -17,10 +17,10 @@ from msrl_accel.lm.model import CausalLM
 from msrl_accel.lm.packing import Packer, Sequences
 from msrl_accel.lm.update import Columns, LMUpdate, StepResult, policy_metrics
 
-pytestmark = [pytest.mark.usefixtures("graph_mode"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("graph_mode")
 
-CONFIG = tiny(max_positions=64)
-UNTIED = tiny("qwen2", tie_embeddings=False, n_layers=1, max_positions=64)
+CONFIG = tiny(n_layers=1, max_positions=64)
+UNTIED = tiny("qwen2", tie_embeddings=False, n_layers=2, max_positions=64)
 LENGTHS = np.array([4, 7, 1, 5, 6, 3])
 GROUPS = np.array([0, 0, 0, 1, 1, 1])
 REWARDS = np.array([1.0, 0.0, 0.0, 0.0, 1.0, 0.5])
@@ -103,25 +103,37 @@ def assert_same(first, second):
         np.testing.assert_allclose(array, other_arrays[name], atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_in_a_first_step_the_ratio_is_one_and_nothing_is_clipped(preset, layered, monkeypatch):
-    """Under every micro-batching, even when the old policy was evaluated under another."""
-    settings = PRESETS[preset]
+@pytest.fixture(scope="module")
+def first_steps(layered):
+    """Old log-probabilities under one micro-batching, and first steps under each."""
     reset(layered)
     old, _ = layered.log_probs(Packer(256).pack(SEQUENCES), SHAPE)
+    columns = columns_for(GSPO, old)
+    steps = [layered.step(make().pack(SEQUENCES), columns, 0.0) for make in PACKERS.values()]
+    assert [s.loss for s in steps] == pytest.approx([steps[0].loss] * 3, abs=3e-6)
+    return old, steps
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_in_a_first_step_the_ratio_is_one_and_nothing_is_clipped(
+    preset, first_steps, layered, monkeypatch
+):
+    settings = PRESETS[preset]
+    old, steps = first_steps
     columns = columns_for(settings, old)
     head = HeadBackward(layered.model, PolicyLoss(settings), False)
     monkeypatch.setitem(layered.gradients.head_backward, False, head)
-    losses = []
-    for make_packer in PACKERS.values():
-        result = layered.step(make_packer().pack(SEQUENCES), columns, 0.0)
+    reset(layered)
+    own = layered.step(Packer(256).pack(SEQUENCES), columns, 0.0)
+    # With ratio 1 every loss is -A, but cispo's: -A log pi.
+    each = columns.advantage * (old if settings.clip == "cispo" else 1.0)
+    assert own.loss == pytest.approx(-(columns.weight * each).sum(), abs=3e-6)
+    for result in (own, *steps):  # log-probabilities do not depend on the loss
         metrics = policy_metrics(settings, columns, result)
         assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
         assert metrics["ratio_error"] < 1e-5
         assert metrics["clip_fraction"] == 0.0
         assert abs(metrics["approx_kl"]) < 1e-9 and abs(metrics["kl"]) < 1e-9
-        losses.append(result.loss)
-    assert losses == pytest.approx([losses[0]] * 3, abs=3e-6)
 
 
 def test_the_step_depends_neither_on_micro_batches_nor_on_recomputation(whole, layered):
@@ -176,7 +188,11 @@ def reference_log_probs(temperature=1.0, kept=None, seed=0):
     for n, length in enumerate(LENGTHS):
         prompt = SEQUENCES.prompts[GROUPS[n]]
         tokens = [*prompt, *SEQUENCES.tokens[n, :length]]
-        lists = None if kept is None else [[0]] * len(prompt) + [list(k) for k in kept[n, :length]]
+        lists = (
+            None
+            if kept is None
+            else [range(23)] * len(prompt) + [list(k) for k in kept[n, :length]]
+        )
         both = token_log_probs(CONFIG, random_arrays(CONFIG, seed), tokens, temperature, lists)
         results[:, n, :length] = np.array(both)[:, len(prompt) :]
     return results
