@@ -143,6 +143,7 @@ def _evaluate(trainer: TrainingLoop) -> None:
         "seed": config.seed,
         "steps": trainer.step,
         "seconds": round(trainer.seconds, 3),
+        **trainer.facts(),
         **{kind: result.to_dict() for kind, result in results.items()},
     }
     run.write_summary(summary)

@@ -23,11 +23,19 @@ class TextEvaluation(Evaluation):
     """[problems, samples] bool: right by the first reward of the formula; unscored ones are not."""
     failed: int
     """Completions without a reward, because a verifier failed."""
+    problem_means: np.ndarray
+    """[problems] mean reward of each problem's scored completions; NaN where none was scored."""
 
     @property
     def accuracy(self) -> float:
         """Share of right completions."""
         return float(self.right.mean())
+
+    @property
+    def ci95(self) -> float:
+        """Half the width of the 95 % confidence interval of the mean reward, over problems."""
+        means = self.problem_means[np.isfinite(self.problem_means)]
+        return float(1.96 * means.std(ddof=1) / np.sqrt(means.size)) if means.size > 1 else np.inf
 
     def pass_at(self, k: int) -> float:
         """Mean probability that at least one of k completions of a problem is right."""
@@ -46,6 +54,7 @@ class TextEvaluation(Evaluation):
             **super().to_dict(),
             "problems": len(self.right),
             "accuracy": self.accuracy,
+            "return_ci95": self.ci95,
             **({} if self.deterministic else {f"pass@{k}": rate for k, rate in rates.items()}),
             "failed": self.failed,
         }
@@ -53,10 +62,11 @@ class TextEvaluation(Evaluation):
     def __str__(self) -> str:
         problems = f"{len(self.right)} held-out problems"
         if self.deterministic:
-            text = f"{self.accuracy:.1%} right of {problems}, mean reward {self.mean:.3f}"
+            text = f"{self.accuracy:.1%} right of {problems}"
         else:
             rates = ", ".join(f"pass@{k} {rate:.1%}" for k, rate in self.pass_rates().items())
-            text = f"{rates} of {problems}, mean reward {self.mean:.3f}"
+            text = f"{rates} of {problems}"
+        text += f", mean reward {self.mean:.3f} +- {self.ci95:.3f}"
         return text + (f" ({self.failed} completions could not be scored)" if self.failed else "")
 
 
@@ -72,7 +82,15 @@ def text_evaluation(
         deterministic=deterministic,
         right=right_completions(scores).reshape(-1, samples),
         failed=int((~scored).sum()),
+        problem_means=_problem_means(rewards.reshape(-1, samples)),
     )
+
+
+def _problem_means(rewards: np.ndarray) -> np.ndarray:
+    scored = np.isfinite(rewards)
+    sums = np.where(scored, rewards, 0.0).sum(axis=1)
+    counts = scored.sum(axis=1)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def rewards_of(scores: Sequence[Score]) -> np.ndarray:

@@ -56,6 +56,8 @@ class GRPOTrainer(LanguageModelTrainer):
             self.warm_learner = Learner(self.model, None, options, learning_rate=rate)
         else:
             self.algorithm.start()
+        self.start: dict[str, Any] = {}
+        """What the model reached on held-out problems before the first update."""
         self.barren = 0
         """Iterations in a row that left nothing to learn from."""
         self.failures = 0
@@ -65,6 +67,8 @@ class GRPOTrainer(LanguageModelTrainer):
         """One update, on new completions; before that the warm start."""
         if self.warm_learner is not None:
             return self._warm_up(self.warm_learner)
+        if not self.start:
+            self.start = self._evaluate_start()
         before = [rng.bit_generator.state for rng in self._rngs]
         start = time.perf_counter()
         try:
@@ -113,6 +117,16 @@ class GRPOTrainer(LanguageModelTrainer):
         self.iteration += 1
         means = {f"sft/{name}": float(np.mean([m[name] for m in steps])) for name in steps[0]}
         return {**means, "time/update_seconds": time.perf_counter() - start}
+
+    def _evaluate_start(self) -> dict[str, Any]:
+        results = {}
+        for kind in ("deterministic", "sampled"):
+            content = self.evaluate(kind == "deterministic").to_dict()
+            results[kind] = {k: v for k, v in content.items() if k != "returns"}
+        return results
+
+    def facts(self) -> dict[str, Any]:
+        return {"start": self.start}
 
     def _gather(self) -> list[Rollout]:
         """Groups of completions; further ones while too few are worth training on."""
@@ -223,12 +237,14 @@ class GRPOTrainer(LanguageModelTrainer):
         return {
             **super().state(),
             "warm_start": warm,
+            "start": self.start,
             "barren": self.barren,
             "failures": self.failures,
         }
 
     def restore_state(self, state: dict[str, Any]) -> None:
         super().restore_state(state)
+        self.start = state["start"]
         self.barren, self.failures = int(state["barren"]), int(state["failures"])
         if state["warm_start"] is None:
             self.warm_learner = None

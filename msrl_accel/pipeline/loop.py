@@ -61,6 +61,10 @@ class TrainingLoop(ABC):
     result_name = "return"
     """What an evaluation tells."""
 
+    def facts(self) -> dict[str, Any]:
+        """What the summary holds besides the closing evaluation, as JSON."""
+        return {}
+
     def next_steps(self) -> dict[str, str]:
         """What can be done with the result, for the text that closes a run."""
         return {}

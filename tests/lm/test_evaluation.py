@@ -34,6 +34,7 @@ def test_failed_completions_are_no_zeros():
     assert result.right.tolist() == [[True, False], [False, False]]
     assert (result.accuracy, result.failed) == (0.25, 1)
     assert result.pass_rates() == {1: 0.25, 2: 0.5}
+    assert result.problem_means.tolist() == [1.0, 0.25]
     content = result.to_dict()
     assert content["pass@2"] == 0.5
     assert content["problems"] == 2
@@ -43,7 +44,8 @@ def test_failed_completions_are_no_zeros():
 def test_greedy_results_have_no_pass_rates():
     result = text_evaluation(scores(1.0, 0.0, 1.0), np.array([1, 1, 1]), 1, True)
     assert not [key for key in result.to_dict() if key.startswith("pass@")]
-    assert str(result) == "66.7% right of 3 held-out problems, mean reward 0.667"
+    assert str(result) == "66.7% right of 3 held-out problems, mean reward 0.667 +- 0.653"
+    assert result.ci95 == pytest.approx(1.96 * np.std([1, 0, 1], ddof=1) / np.sqrt(3))
 
 
 def test_samples_that_are_no_power_of_two_have_their_rate_too():
