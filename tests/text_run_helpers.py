@@ -27,10 +27,10 @@ TINY = {
     "max_new_tokens": 4,
     "recompute": True,
     "offload": True,
-    "pass_samples": 2,
+    "pass_samples": GROUP,
 }
 COMMON = {
-    "evaluation.episodes": 4,
+    "evaluation.episodes": PROMPTS,  # shapes of evaluations are then those of training
     "logging.tensorboard": False,
     "checkpoint.interval_seconds": 0,
 }
@@ -92,6 +92,14 @@ def make_grpo(**options):
     scorer = Scorer(make_task("text/addition"), "small_rewards:even", workers=0)
     encoder = PromptEncoder(CharTokenizer(ALPHABET))
     return GRPO(config, model), Roller(generator, encoder, scorer, **config.algorithm.sampling)
+
+
+def reset(algorithm):
+    """Back to the start, as `make_grpo` gave it: nothing compiles anew."""
+    algorithm.model.load_arrays(CausalLM(tiny_config(), seed=3).arrays())
+    state = algorithm.learner.update.state()
+    moments = {name: np.zeros_like(array) for name, array in state["moments"].items()}
+    algorithm.learner.update.restore({"steps": 0, "moments": moments})
 
 
 def roll(roller, seed=0):
