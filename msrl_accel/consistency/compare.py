@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +24,12 @@ class Tolerances:
     absolute: float = 1e-5
     """Distribution parameters (logits, means), values, and actions in units of their range."""
     relative: float = 1e-6
-    """Eight units in the last place: a value of -500 has no digits below 3e-5."""
+    """Eight units in the last place: a value of -500 has no digits below 3e-5. Of a squashed policy
+    it is relative to the largest number of the call: its means, which tanh flattens, grow large in
+    training, and a small one is the difference of sums as large."""
     log_prob: float = 1e-4
-    """Absolute, in rows where the action is the same; a standardised distance enters squared."""
+    """Instead of `absolute`, in rows where the action is the same; a standardised distance enters
+    squared."""
     margin: float = 1e-5
     """An action may flip only where the choice was closer than this."""
     kl: float = 1e-6
@@ -113,7 +118,8 @@ class Comparison:
         for name, output in self.outputs.items():
             _check_shapes(name, ours[name], theirs[name])
             skip = flipped_rows if name in ("action", "raw_action", "log_prob") else None
-            self._add_output(output, ours[name], theirs[name], skip, where)
+            largest = self._largest(name, ours)
+            self._add_output(output, ours[name], theirs[name], skip, largest, where)
         kl = divergence(self.spec.action, expected.parameters, got.parameters)
         self.kl_max = max(self.kl_max, float(np.nan_to_num(kl, nan=np.inf).max(initial=0.0)))
         self.kl_sum += float(kl.sum())
@@ -125,6 +131,7 @@ class Comparison:
         a: np.ndarray,
         b: np.ndarray,
         flipped: np.ndarray | None,
+        largest: float,
         where: str,
     ) -> None:
         output.bit_equal &= same_bits(a, b)
@@ -136,7 +143,7 @@ class Comparison:
             # A flipped choice is judged by its margin; its log-probability is another action's.
             counted = difference[~flipped]
             a = a[~flipped]
-        allowed = self._allowed(output.name, a)
+        allowed = self._allowed(output.name, a, largest)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(counted > 0, counted / allowed, 0.0)
         excess = float(ratio.max(initial=0.0))
@@ -144,14 +151,24 @@ class Comparison:
             output.excess, output.worst = excess, where
         self._keep(output, counted)
 
-    def _allowed(self, name: str, expected: np.ndarray) -> np.ndarray:
+    def _largest(self, name: str, expected: Mapping[str, np.ndarray]) -> float:
+        """What an error of a squashed policy's output is relative to, over the call; else 0."""
+        if not self.spec.action.squashed:
+            return 0.0
+        # An action is off by what its mean is off, and its log-probability by twice that.
+        of_mean = {"action": 1, "raw_action": 1, "log_prob": 2 * self.spec.action.size}
+        source = "mean" if name in of_mean else name
+        return of_mean.get(name, 1) * float(np.abs(expected[source]).max(initial=0.0))
+
+    def _allowed(self, name: str, expected: np.ndarray, largest: float) -> np.ndarray:
         t = self.tolerances
+        relative = t.relative * np.maximum(np.abs(expected, dtype=np.float64), largest)
         if name == "log_prob":
-            return np.full(expected.shape, t.log_prob)
-        scale = np.ones(())
+            return np.asarray(t.log_prob + relative)
         if name == "action" and self.spec.action.kind == "continuous":
             scale = np.maximum(1.0, action_range(self.spec.action))
-        return np.asarray(t.absolute * scale + t.relative * np.abs(expected, dtype=np.float64))
+            return np.asarray(t.absolute * scale + relative * (scale if largest else 1.0))
+        return np.asarray(t.absolute + relative)
 
     def _keep(self, output: OutputDifference, difference: np.ndarray) -> None:
         room = SAMPLES - len(output.samples)
@@ -255,7 +272,7 @@ def _divergence(
     p = tuple(x.astype(np.float64) for x in p)
     q = tuple(x.astype(np.float64) for x in q)
     if action.kind == "continuous":
-        (mean_p, log_p), (mean_q, log_q) = p, q
+        (mean_p, log_p), (mean_q, log_q) = (_shown(action, *x) for x in (p, q))
         # expm1 and the difference of logarithms keep small divergences from cancelling.
         ratio = 2.0 * (log_p - log_q)
         terms = np.expm1(ratio) - ratio + ((mean_p - mean_q) * np.exp(-log_q)) ** 2
@@ -271,6 +288,16 @@ def _divergence(
         log_x, log_y = log_softmax(x), log_softmax(y)
         total += (np.exp(log_x) * (log_x - log_y)).sum(axis=-1)
     return total.clip(min=0)
+
+
+def _shown(
+    action: ActionSpec, mean: np.ndarray, log_std: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of a squashed Gaussian, as far as actions show it: those of a mean beyond 10 are all 1, and
+    next to a spread below a tenth the rounding of means would count."""
+    if not action.squashed:
+        return mean, log_std
+    return mean.clip(-10.0, 10.0), np.maximum(log_std, math.log(0.1))
 
 
 def action_range(action: ActionSpec) -> np.ndarray:

@@ -180,12 +180,22 @@ def _rewrite_cos(writer: Writer, node: Node) -> None:
 
 
 def _rewrite_pow(writer: Writer, node: Node) -> None:
-    """A constant base is spread over the exponent's shape: Lite 2.0 takes the result's from it."""
+    """A power of a constant base: y + y (z - log y) of y = exp(z), z = exponent log(base).
+
+    Lite 2.0 gives the result of Pow the shape of a constant base, and is wrong where some exponents
+    are whole; its exp alone is off by 4e-6 of the result.
+    """
     base, exponent = node.inputs
-    if base in writer.constants:
-        zeros = writer.intermediate(node, "Mul", exponent, writer.scalar(0))
-        base = writer.intermediate(node, "Add", zeros, base)
-    writer.emit(node, "Pow", (base, exponent))
+    if base not in writer.constants:
+        writer.emit(node, "Pow", (base, exponent))
+        return
+    factor = np.log(writer.value(node, 0))
+    z = exponent
+    if not np.isclose(factor, 1.0, rtol=1e-7):
+        z = writer.intermediate(node, "Mul", exponent, writer.scalar(factor))
+    y = writer.intermediate(node, "Exp", z)
+    error = writer.intermediate(node, "Sub", z, writer.intermediate(node, "Log", y))
+    writer.emit(node, "Add", (y, writer.intermediate(node, "Mul", y, error)))
 
 
 def _rewrite_rsqrt(writer: Writer, node: Node) -> None:

@@ -157,13 +157,18 @@ class Writer:
         return name
 
     def value(self, node: Node, position: int) -> Any:
-        """The constant argument of `node` at `position`: number, None, or tuple of integers."""
+        """The constant argument of `node` at `position`: number, None, or tuple of integers.
+
+        A tensor of one float32 counts as a number.
+        """
         attribute = self._constant(node, position, f"argument {position}")
         kinds = self.schema.AttributeProto
         if attribute.type in (kinds.TUPLE, kinds.LIST):
             return tuple(int(v.ints[0]) for v in attribute.values)
         if attribute.type == kinds.NONE:
             return None
+        if attribute.type == kinds.TENSORS and len(attribute.tensors[0].raw_data) == 4:
+            return float(np.frombuffer(attribute.tensors[0].raw_data, np.float32)[0])
         return attribute.f if attribute.type == kinds.FLOAT else attribute.i
 
     def shape(self, name: str) -> tuple[int, ...]:
