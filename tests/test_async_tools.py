@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytestmark = pytest.mark.slow
-
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS / "bench"))
 

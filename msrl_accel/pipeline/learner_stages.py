@@ -62,11 +62,15 @@ class LearnerStages:
             if now is None or now == warned or time.monotonic() - now[1] < self._limit:
                 continue
             warned = now
-            frame = sys._current_frames().get(self._learner)
-            where = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
             logger.warning(
                 "learner: stage %r has taken more than %g s so far; it is at\n%s",
                 now[0],
                 self._limit,
-                where,
+                _where(self._learner),
             )
+
+
+def _where(thread: int) -> str:
+    """Innermost calls of a thread. The frame is let go of: it holds what its function does."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)[-3:]) if frame else ""

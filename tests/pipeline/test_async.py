@@ -22,8 +22,6 @@ from msrl_accel.pipeline.stepping import check_config
 from msrl_accel.run import Run
 from msrl_accel.train import train
 
-pytestmark = pytest.mark.slow
-
 no_curves = run_helpers.no_curves
 
 NORMALIZED = {"policy__normalize_observations": True, "reward__normalize": True}
@@ -61,6 +59,7 @@ def test_one_worker_without_lag_equals_synchronous_training_bit_for_bit(tmp_path
     assert summaries[0]["sampled"] == summaries[1]["sampled"]
 
 
+@pytest.mark.slow
 def test_several_workers_without_lag_are_reproducible_and_draw_from_different_streams(tmp_path):
     found = []
     for name in ("one", "two"):
@@ -121,6 +120,7 @@ def allowed_cores(pid):
     return {tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir(f"/proc/{pid}/task")}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(observed):
     run_dir, stopped_at, first, _ = observed
     assert stopped_at < 8 * BATCH
@@ -136,6 +136,7 @@ def test_a_stopped_run_goes_on_where_it_was(observed):
     assert Run(run_dir).summary["steps"] == 8 * BATCH
 
 
+@pytest.mark.slow
 def test_a_run_cannot_be_resumed_in_the_other_mode(observed):
     run_dir, *_ = observed
     with pytest.raises(CheckpointError, match=r"pipeline.mode = 'sync'"):
@@ -169,6 +170,7 @@ METRICS = (
 )
 
 
+@pytest.mark.slow
 def test_the_pipeline_is_reported_in_csv_json_lines_and_tensorboard(observed):
     run_dir, *_ = observed
     table = Run(run_dir).metrics
@@ -189,6 +191,7 @@ def test_the_pipeline_is_reported_in_csv_json_lines_and_tensorboard(observed):
     assert (table["pipeline/inference_rows"][:2] == 8).all()
 
 
+@pytest.mark.slow
 def test_separate_placement_pins_all_threads_to_disjoint_cores_while_the_run_lasts(observed):
     *_, seen = observed
     if len(os.sched_getaffinity(0)) < 2:
@@ -200,6 +203,7 @@ def test_separate_placement_pins_all_threads_to_disjoint_cores_while_the_run_las
     assert seen["after"] == seen["before"]
 
 
+@pytest.mark.slow
 def test_workers_do_without_mindspore_where_another_engine_acts(observed):
     *_, seen = observed
     for libraries in seen["maps"]:
@@ -207,6 +211,7 @@ def test_workers_do_without_mindspore_where_another_engine_acts(observed):
         assert "mindspore" not in libraries
 
 
+@pytest.mark.slow
 def test_the_trace_holds_all_stages_of_all_parts_of_the_run(observed):
     from msrl_accel.pipeline.timeline import read_timeline
 
@@ -220,12 +225,14 @@ def test_the_trace_holds_all_stages_of_all_parts_of_the_run(observed):
     assert len(updates) == 8
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_run_in_the_process(observed):
     *_, seen = observed
     assert not any(Path(f"/proc/{pid}").exists() for pid in seen["pids"])
     assert mapped_segments() == []
 
 
+@pytest.mark.slow
 def test_slow_environments_go_apart_and_uneven_updates_are_made_of_what_arrives(tmp_path):
     """IMPALA, a queue that is too long, environments that wait, down-weighting."""
     run = train_async(
@@ -260,6 +267,7 @@ def test_workers_can_roll_out_with_the_training_graph(tmp_path, stepping):
     assert (run.metrics["staleness/dropped"] == 0).all()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_run_within_seconds_and_saves(tmp_path, monkeypatch):
     at = {}
 
