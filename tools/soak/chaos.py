@@ -114,6 +114,8 @@ class Chaos:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
         self.run_dir = folder / "run"
+        self.metrics = self.run_dir / "metrics.jsonl"
+        self.read = self.updates = 0
         self.order = folder / "order"
         self.log = folder / "log.txt"
         self.random = random.Random(args.seed)
@@ -168,7 +170,7 @@ class Chaos:
 
     def _attack(self, learner: subprocess.Popen[bytes], process: psutil.Process) -> None:
         """Until the time is over, or the run is."""
-        while not self._rows():  # it starts
+        while not self._updates():  # it starts
             if learner.poll() is not None:
                 raise SystemExit(f"the run did not start:\n{self.log.read_text()}")
             time.sleep(0.2)
@@ -178,7 +180,7 @@ class Chaos:
         while time.monotonic() < end and learner.poll() is None:
             time.sleep(0.25)
             self.seen.memory.append(process.memory_info().rss / 2**20)
-            now = len(self._rows())
+            now = self._updates()
             self.seen.longest_gap = max(self.seen.longest_gap, time.monotonic() - since)
             if now > rows:
                 rows, since = now, time.monotonic()
@@ -223,11 +225,20 @@ class Chaos:
         checkpoint = Run(self.run_dir).checkpoints.latest()
         self.seen.checkpoint_step = -1 if checkpoint is None else checkpoint.step
 
+    def _updates(self) -> int:
+        """Rows of metrics so far; reads only what is new."""
+        if self.metrics.exists():
+            with self.metrics.open("rb") as file:
+                file.seek(self.read)
+                new = file.read()
+            self.read += len(new)
+            self.updates += new.count(b"\n")
+        return self.updates
+
     def _rows(self) -> list[dict[str, Any]]:
-        file = self.run_dir / "metrics.jsonl"
-        if not file.exists():
+        if not self.metrics.exists():
             return []
-        return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+        return [json.loads(line) for line in self.metrics.read_text().split("\n")[:-1]]
 
 
 def workers(process: psutil.Process) -> list[psutil.Process]:
