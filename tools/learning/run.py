@@ -32,6 +32,12 @@ class Task:
     """Environment steps allowed."""
     seeds: int = 3
     extra: tuple[str, ...] = ()
+    mode: str = "sync"
+
+    @property
+    def label(self) -> str:
+        """Of the algorithm and its mode."""
+        return self.algo if self.mode == "sync" else f"{self.algo}, {self.mode}"
 
 
 TASKS = (
@@ -40,6 +46,9 @@ TASKS = (
     Task("ppo", "Pendulum-v1", -250, 305_000),
     Task("ppo", "LunarLander-v3", 200, 1_010_000),
     Task("ppo", "HalfCheetah-v5", 2000, 1_010_000, seeds=1),
+    # Within 1.5 times the samples of synchronous training, with the default bounds on lag.
+    Task("ppo", "CartPole-v1", 500, 151_000, mode="async", extra=("--total-steps", "150000")),
+    Task("ppo", "Acrobot-v1", -90, 760_000, mode="async", extra=("--total-steps", "750000")),
     Task("dqn", "CartPole-v1", 500, 100_000),
     Task("impala", "CartPole-v1", 500, 200_000),
     Task("sac", "Pendulum-v1", -180, 20_000),
@@ -50,17 +59,26 @@ TASKS = (
 
 def run(task: Task, seed: int, out: Path) -> dict[str, Any]:
     """Train once (or read what an earlier call trained) and return the row of the table."""
-    run_dir = out / f"{task.algo}-{task.env}-seed{seed}"
+    name = task.label.replace(", ", "-")
+    run_dir = out / f"{name}-{task.env}-seed{seed}"
     if not (run_dir / "summary.json").exists():
         command = [sys.executable, "-m", "msrl_accel.train", "--algo", task.algo, "--env", task.env]
-        command += ["--seed", str(seed), "--run-dir", str(run_dir), *task.extra]
+        command += [
+            "--mode",
+            task.mode,
+            "--seed",
+            str(seed),
+            "--run-dir",
+            str(run_dir),
+            *task.extra,
+        ]
         if run_dir.exists():
             command = [sys.executable, "-m", "msrl_accel.train", "--resume", str(run_dir)]
         subprocess.run(command, check=True)
     summary = json.loads((run_dir / "summary.json").read_text())
     deterministic, sampled = summary["deterministic"], summary["sampled"]
     return {
-        "algo": task.algo,
+        "algo": task.label,
         "env": task.env,
         "seed": seed,
         "steps": summary["steps"],
@@ -121,6 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="*", default=sorted({t.env for t in TASKS}), metavar="ENV")
     parser.add_argument("--algo", choices=sorted({t.algo for t in TASKS}))
+    parser.add_argument("--mode", choices=("sync", "async"))
     parser.add_argument("--seeds", nargs="*", type=int, help="default: as many as the task asks")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     args = parser.parse_args()
@@ -128,6 +147,8 @@ def main() -> int:
     rows = []
     for task in TASKS:
         if task.env not in args.tasks or args.algo not in (None, task.algo):
+            continue
+        if args.mode not in (None, task.mode):
             continue
         for seed in args.seeds if args.seeds is not None else range(task.seeds):
             rows.append(run(task, seed, args.out))
