@@ -246,8 +246,9 @@ class GRPO(LanguageModelAlgorithm):
 
     def restore(self, state: dict[str, Any]) -> None:
         self.learner.restore(state["learner"])
+        self.started = bool(state["started"])
         self.reference = state["reference"]
-        if self.settings.kl_coef > 0 and not self.reference and state["started"]:
+        if self.settings.kl_coef > 0 and not self.reference and self.started:
             raise CheckpointError(
                 f"grpo.kl_coef = {self.settings.kl_coef}: the run started without a KL term and "
                 "has no reference model; leave it out to resume, or start a new run"

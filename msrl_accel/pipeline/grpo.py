@@ -67,11 +67,11 @@ class GRPOTrainer(LanguageModelTrainer):
         """One update, on new completions; before that the warm start."""
         if self.warm_learner is not None:
             return self._warm_up(self.warm_learner)
-        if not self.start:
-            self.start = self._evaluate_start()
         before = [rng.bit_generator.state for rng in self._rngs]
-        start = time.perf_counter()
         try:
+            if not self.start:
+                self.start = self._evaluate_start()
+            start = time.perf_counter()
             gathered = self._gather()
             rolled_out = time.perf_counter()
             rollout = self._trainable(gathered)

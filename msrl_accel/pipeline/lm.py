@@ -117,7 +117,11 @@ class LanguageModelTrainer(TrainingLoop):
         return result
 
     def evaluation_metrics(self) -> dict[str, float]:
-        greedy, sampled = self.evaluate(deterministic=True), self.evaluate(deterministic=False)
+        try:
+            greedy, sampled = self.evaluate(deterministic=True), self.evaluate(deterministic=False)
+        except EnvError as error:  # training ends the run if its own completions fare no better
+            logger.warning("%s", error)
+            return {}
         rates = {f"eval/pass@{k}": rate for k, rate in sampled.pass_rates().items()}
         return {
             "eval/return": greedy.mean,

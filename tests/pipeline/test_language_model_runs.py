@@ -22,6 +22,7 @@ from msrl_accel.lm.safetensors_io import write_safetensors
 from msrl_accel.lm.samples import read_samples
 from msrl_accel.lm.weights import load_model
 from msrl_accel.pipeline import lm as pipeline_lm
+from msrl_accel.pipeline.grpo import GRPOTrainer
 from msrl_accel.run import Run, policy_arrays
 from msrl_accel.train import main
 
@@ -139,8 +140,6 @@ def test_a_stopped_run_continues_as_if_it_had_not_been_stopped(
 
 def stop_in_iteration(monkeypatch, iteration):
     """Ctrl-C in the middle of an iteration, the first being 1."""
-    from msrl_accel.pipeline.grpo import GRPOTrainer
-
     iterate = GRPOTrainer.iterate
 
     def iterate_and_interrupt(self):
@@ -286,22 +285,31 @@ def test_groups_with_a_verifier_that_fails_are_left_out_and_nothing_is_lost(
     assert "the reward is nan" in caplog.text
 
 
-@pytest.mark.parametrize("fault", ["raise", pytest.param("hang", marks=pytest.mark.slow)])
-def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_a_checkpoint(
-    model, tmp_path, refused, fault
-):
-    run_dir = tmp_path / "run"
+def always_failing(model, run_dir, fault):
+    """Command line of a run in which no completion can be scored; its warm start takes 8 steps."""
     values = {"rewards": ALWAYS, "reward_kwargs": {ALWAYS: {"fault": fault}}}
     values.update(scoring_workers=2, scoring_timeout=0.2, group_size=2, prompts_per_iteration=1)
-    arguments = grpo(
-        model, run_dir, steps=100, warm_start_examples=8, warm_start_batch_size=8, **values
-    )
-    message = refused(arguments)
+    return grpo(model, run_dir, steps=100, warm_start_examples=8, warm_start_batch_size=8, **values)
+
+
+@pytest.mark.parametrize("fault", ["raise", pytest.param("hang", marks=pytest.mark.slow)])
+def test_a_reward_that_always_fails_ends_the_run_before_training(model, tmp_path, refused, fault):
+    message = refused(always_failing(model, tmp_path / "run", fault))
+    assert "evaluation: 3 of 3 completions could not be scored" in message
+    assert {"raise": "cannot judge", "hang": "no answer within 0.2 s"}[fault] in message
+    assert Run(tmp_path / "run").checkpoints.steps() == [8]
+
+
+def test_a_reward_that_fails_from_some_time_on_ends_the_run_with_its_reason_and_a_checkpoint(
+    model, tmp_path, refused, monkeypatch
+):
+    monkeypatch.setattr(GRPOTrainer, "_evaluate_start", lambda trainer: {"accuracy": 0.5})
+    message = refused(always_failing(model, tmp_path / "run", "raise"))
     assert (
         "3 iterations left nothing to train on: 2 of 2 completions could not be scored" in message
     )
-    assert {"raise": "cannot judge", "hang": "no answer within 0.2 s"}[fault] in message
-    assert Run(run_dir).checkpoints.steps()[-1] == 12
+    assert "cannot judge" in message
+    assert Run(tmp_path / "run").checkpoints.steps()[-1] == 12
 
 
 @pytest.mark.slow
