@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 # Graphs that tests compile are not kept in the user's cache; see msrl_accel.graph_cache.
 os.environ.setdefault("MS_COMPILER_CACHE_ENABLE", "0")
+
+# A background job of a shell starts with SIGINT ignored; tests send it to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
