@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,19 @@ from msrl_accel.errors import EnvError
 PROBLEM = Problem("2+3=", "5", {"numbers": [2, 3]})
 
 
+Children = Callable[[], set[psutil.Process]]
+
+
 @pytest.fixture(autouse=True)
-def no_orphans() -> Iterator[None]:
-    yield
-    assert not psutil.Process().children(recursive=True)
+def new_children() -> Iterator[Children]:
+    """Processes the test has started that are there still: none at its end."""
+    before = set(psutil.Process().children(recursive=True))
+
+    def new() -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True)) - before
+
+    yield new
+    assert not new()
 
 
 def scorer(rewards: Any = "faulty_rewards:obey", **settings: Any) -> Scorer:
@@ -185,10 +194,10 @@ def test_two_threads_may_score_at_once() -> None:
         assert [s.value for s in results[number]] == [10 * number + i for i in range(5)]
 
 
-def test_a_worker_killed_while_idle_is_replaced() -> None:
+def test_a_worker_killed_while_idle_is_replaced(new_children: Children) -> None:
     with scorer() as one:
         assert score(one, "fine")[0].value == 1.0
-        (worker,) = psutil.Process().children()
+        (worker,) = new_children()
         worker.send_signal(signal.SIGKILL)
         while worker.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
@@ -233,10 +242,10 @@ def test_a_task_workers_cannot_make_is_refused() -> None:
         assert here.score([Problem("p", "a")], ["a"])[0].value == 1.0
 
 
-def test_built_in_rewards_need_no_process() -> None:
+def test_built_in_rewards_need_no_process(new_children: Children) -> None:
     with scorer("task + exact + numeric + 0.1*format") as here:
         assert here.inline
-        assert not psutil.Process().children()
+        assert not new_children()
         (result,) = score(here, "5")
     assert result.value == 3.0
 
