@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
 
 from msrl_accel.errors import LMError
+from msrl_accel.lm.config import LMConfig
 from msrl_accel.lm.generation_graph import GenerationGraph
 from msrl_accel.lm.model import CausalLM
 from msrl_accel.lm.sampling import draw_noise
@@ -17,6 +20,9 @@ PROMPT_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Lengths that prompts are padded to: every one that is met compiles once."""
 COUNT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of prompts and of rows, likewise."""
+
+Graph = Callable[..., Any]
+"""Inputs and outputs of `GenerationGraph`."""
 
 
 @dataclass
@@ -40,18 +46,14 @@ class Completions:
     None where the whole vocabulary was sampled from."""
 
 
-class Generator:
-    """Samples completions on the weights that a model has at the moment.
-
-    Each shape (numbers of prompts and rows, prompt length) compiles once; few occur, since all
-    three are rounded up.
+class CompletionSampler(ABC):
+    """Samples completions by whatever graphs it is given; see `Generator`.
 
     Args:
-        model: whose Parameters are used; nothing is copied when they change.
+        config: of the model.
         max_new_tokens: the most tokens of a completion; a call may ask for fewer.
         prompt_buckets: lengths that prompts are padded to, ascending.
         max_rows: completions generated side by side; more are done one batch after another.
-            Memory for the cache is proportional to it.
 
     Attributes:
         version: of the model's weights, told with every completion; whoever changes them sets it.
@@ -59,27 +61,34 @@ class Generator:
 
     def __init__(
         self,
-        model: CausalLM,
+        config: LMConfig,
         max_new_tokens: int,
-        prompt_buckets: Sequence[int] = PROMPT_BUCKETS,
-        max_rows: int = 128,
+        prompt_buckets: Sequence[int],
+        max_rows: int,
     ) -> None:
         if max_new_tokens < 1 or max_rows < 1:
             raise LMError(
                 f"max_new_tokens = {max_new_tokens} and max_rows = {max_rows} must be at least 1"
             )
-        self.model = model
+        self.config = config
         self.max_new_tokens = max_new_tokens
-        longest = model.config.max_positions - max_new_tokens
+        longest = config.max_positions - max_new_tokens
         self.prompt_buckets = sorted({min(b, longest) for b in prompt_buckets})
         if longest < 1:
             raise LMError(
                 f"max_new_tokens = {max_new_tokens} leaves no room for a prompt: "
-                f"the model has {model.config.max_positions} positions"
+                f"the model has {config.max_positions} positions"
             )
         self.max_rows = max_rows
         self.version = 0
-        self._graphs: dict[tuple[int, int, int, int, bool], GenerationGraph] = {}
+
+    @abstractmethod
+    def _sizes(self, prompts: int, rows: int) -> tuple[int, int]:
+        """Numbers of prompts and rows of the graph to use for so many."""
+
+    @abstractmethod
+    def _graph(self, prompts: int, length: int, rows: int, top_k: int, top_p: bool) -> Graph:
+        """The graph of these sizes."""
 
     def generate(
         self,
@@ -110,14 +119,14 @@ class Generator:
                 are not finite.
         """
         if eos_ids is None:
-            eos_ids = self.model.config.eos_ids
+            eos_ids = self.config.eos_ids
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         self._check(prompts, group_size, temperature, top_k, top_p, eos_ids, limit)
         length = next(b for b in self.prompt_buckets if b >= max(len(p) for p in prompts))
         prompt_index = np.repeat(np.arange(len(prompts), dtype=np.int32), group_size)
         # A batch takes whole groups, so that each prompt is read once.
         batch = max(self.max_rows - self.max_rows % group_size, min(self.max_rows, group_size))
-        is_eos = np.zeros(self.model.config.vocab_size, np.float32)
+        is_eos = np.zeros(self.config.vocab_size, np.float32)
         is_eos[list(eos_ids)] = 1.0
         pieces = [
             self._batch(
@@ -139,7 +148,7 @@ class Generator:
         return completions
 
     def _check(self, prompts, group_size, temperature, top_k, top_p, eos_ids, limit):  # type: ignore[no-untyped-def]
-        vocab_size = self.model.config.vocab_size
+        vocab_size = self.config.vocab_size
         wrong = [
             (group_size < 1, f"group_size = {group_size}: must be at least 1"),
             (
@@ -176,7 +185,7 @@ class Generator:
     def _batch(self, prompts, prompt_index, length, rng, settings, cut):  # type: ignore[no-untyped-def]
         """tokens, log_probs [N, S] and kept [N, S, K] of the rows that continue `prompt_index`."""
         first, last = prompt_index[0], prompt_index[-1] + 1
-        n_prompts, n_rows = rounded_up(last - first), rounded_up(len(prompt_index))
+        n_prompts, n_rows = self._sizes(last - first, len(prompt_index))
         graph = self._graph(n_prompts, length, n_rows, *cut)
         padded = np.zeros((n_prompts, length), np.int32)
         lengths = np.ones(n_prompts, np.int32)
@@ -188,18 +197,10 @@ class Generator:
         idle = np.ones(n_rows, np.float32)
         idle[: len(prompt_index)] = 0.0
         is_eos, limit, temperature, top_p = settings
-        noise = draw_noise(rng, self.max_new_tokens, n_rows, self.model.config.vocab_size)
+        noise = draw_noise(rng, self.max_new_tokens, n_rows, self.config.vocab_size)
         inputs = (padded, lengths, rows, idle, is_eos, limit, temperature, top_p, *noise)
         outputs = graph(*[Tensor(a) for a in inputs])
         return [o.asnumpy().swapaxes(0, 1)[: len(prompt_index)] for o in outputs]
-
-    def _graph(self, prompts, length, rows, top_k, top_p):  # type: ignore[no-untyped-def]
-        key = (prompts, length, rows, top_k, top_p)
-        if key not in self._graphs:
-            self._graphs[key] = GenerationGraph(
-                self.model, prompts, length, rows, self.max_new_tokens, top_k, top_p
-            )
-        return self._graphs[key]
 
     def _completions(self, tokens, log_probs, prompt_index, is_eos, limit):  # type: ignore[no-untyped-def]
         # A batch that ends early leaves tokens of an earlier call behind its rows' ends.
@@ -214,7 +215,7 @@ class Generator:
                 "the model gives log-probabilities that are not finite: its weights hold NaN or "
                 "infinity, or have grown too large"
             )
-        pad = self.model.config.pad_id or 0
+        pad = self.config.pad_id or 0
         return Completions(
             tokens=np.where(inside, tokens[:, :longest], np.int32(pad)),
             lengths=lengths,
@@ -223,6 +224,41 @@ class Generator:
             prompt_index=prompt_index,
             version=self.version,
         )
+
+
+class Generator(CompletionSampler):
+    """Samples completions on the weights that a model has at the moment.
+
+    Each shape (numbers of prompts and rows, prompt length) compiles once; few occur, since all
+    three are rounded up.
+
+    Args:
+        model: whose Parameters are used; nothing is copied when they change.
+        max_new_tokens, prompt_buckets: see `CompletionSampler`.
+        max_rows: likewise. Memory for the cache is proportional to it.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        max_new_tokens: int,
+        prompt_buckets: Sequence[int] = PROMPT_BUCKETS,
+        max_rows: int = 128,
+    ) -> None:
+        super().__init__(model.config, max_new_tokens, prompt_buckets, max_rows)
+        self.model = model
+        self._graphs: dict[tuple[int, int, int, int, bool], GenerationGraph] = {}
+
+    def _sizes(self, prompts: int, rows: int) -> tuple[int, int]:
+        return rounded_up(prompts), rounded_up(rows)
+
+    def _graph(self, prompts: int, length: int, rows: int, top_k: int, top_p: bool) -> Graph:
+        key = (prompts, length, rows, top_k, top_p)
+        if key not in self._graphs:
+            self._graphs[key] = GenerationGraph(
+                self.model, prompts, length, rows, self.max_new_tokens, top_k, top_p
+            )
+        return self._graphs[key]
 
 
 def rounded_up(count: int) -> int:
