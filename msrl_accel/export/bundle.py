@@ -15,7 +15,7 @@ import numpy as np
 
 from msrl_accel import html
 from msrl_accel.errors import BundleError, ExportError
-from msrl_accel.export.manifest import MODELS, file_digest, parse, parse_spec
+from msrl_accel.export.manifest import MODELS, file_digest, parse, parse_header, parse_spec
 from msrl_accel.files import PathLike, clear_stale_folders, staged_folder
 from msrl_accel.spaces import PolicySpec
 
@@ -58,17 +58,9 @@ class Bundle:
         """
         folder = Path(path)
         file = folder / MANIFEST
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise BundleError(
-                f"{folder} is no bundle ({MANIFEST}: {error.strerror}): "
-                "give the folder that msrl-export wrote"
-            ) from error
-        manifest = parse(data, file)
+        manifest = parse(read_manifest(folder), file)
         bundle = cls(folder, manifest, parse_spec(manifest, file))
-        for name, entry in manifest["files"].items():
-            _check_file(folder, name, entry, verify)
+        check_files_on_disk(folder, manifest, verify)
         return bundle
 
     def file(self, format: str) -> Path | None:
@@ -87,16 +79,7 @@ class Bundle:
         Raises:
             BundleError: the file is damaged or not what the manifest describes.
         """
-        file = self.path / REFERENCE
-        try:
-            with np.load(file, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise BundleError(f"{file} cannot be read ({error}): {_COPY_AGAIN}") from error
-        found = describe_arrays(arrays)
-        if found != self.manifest["reference"].get("arrays"):
-            raise BundleError(f"{file} does not hold what the manifest lists: {_COPY_AGAIN}")
-        return arrays
+        return read_reference(self.path, self.manifest)
 
     @property
     def passed(self) -> bool:
@@ -155,6 +138,40 @@ def describe_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {k: {"shape": list(v.shape), "dtype": v.dtype.name} for k, v in arrays.items()}
 
 
+def read_manifest(folder: Path) -> bytes:
+    """What is in the manifest of a bundle of any kind.
+
+    Raises:
+        BundleError: there is none.
+    """
+    try:
+        return (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise BundleError(
+            f"{folder} is no bundle ({MANIFEST}: {error.strerror}): "
+            "give the folder that msrl-export wrote"
+        ) from error
+
+
+def read_reference(folder: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of the reference file, when they are those that the manifest lists."""
+    file = folder / REFERENCE
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise BundleError(f"{file} cannot be read ({error}): {_COPY_AGAIN}") from error
+    if describe_arrays(arrays) != manifest["reference"].get("arrays"):
+        raise BundleError(f"{file} does not hold what the manifest lists: {_COPY_AGAIN}")
+    return arrays
+
+
+def check_files_on_disk(folder: Path, manifest: Mapping[str, Any], verify: bool) -> None:
+    """Refuse files that are missing, outside the folder, of another size or, on demand, digest."""
+    for name, entry in manifest["files"].items():
+        _check_file(folder, name, entry, verify)
+
+
 def _check_file(folder: Path, name: str, entry: Mapping[str, Any], verify: bool) -> None:
     file = folder / name
     try:
@@ -198,8 +215,8 @@ def _check_target(target: Path, force: bool) -> None:
     if target.is_dir() and not any(target.iterdir()):
         return
     try:
-        parse((target / MANIFEST).read_bytes(), target / MANIFEST)
-    except (OSError, BundleError) as error:
+        parse_header(read_manifest(target), target / MANIFEST)
+    except BundleError as error:
         raise ExportError(
             f"{target} exists and is no bundle: choose another folder with --out"
         ) from error

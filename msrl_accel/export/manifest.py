@@ -15,6 +15,13 @@ from msrl_accel.errors import BundleError
 from msrl_accel.spaces import PolicySpec
 
 KIND = "msrl_accel policy bundle"
+LANGUAGE_MODEL_KIND = "msrl_accel language model bundle"
+OPENERS = {
+    KIND: "a policy: open it with msrl_accel.runtime.load.load_policy",
+    LANGUAGE_MODEL_KIND: "a language model: open it with "
+    "msrl_accel.runtime.language_model.load_language_model",
+}
+"""What bundles hold, by their kind."""
 SCHEMA = 1
 FORMATS = ("mindir", "onnx", "lite", "om")
 MODELS = (*FORMATS, "ms")
@@ -109,10 +116,24 @@ def file_digest(path: Path) -> str:
 
 
 def parse(data: bytes, where: Path) -> dict[str, Any]:
-    """Read and validate a manifest.
+    """Read and validate a manifest of a policy.
 
     Raises:
         BundleError: it is no manifest, of a newer schema, or a field is missing or of another type.
+    """
+    manifest = parse_header(data, where)
+    check_kind(manifest, KIND, where)
+    check_types(manifest, _TYPES, where)
+    check_files(manifest, where)
+    _check_details(manifest, where)
+    return manifest
+
+
+def parse_header(data: bytes, where: Path) -> dict[str, Any]:
+    """The content of a manifest of any kind, of which kind and schema alone are checked.
+
+    Raises:
+        BundleError: it is no manifest, or of a newer schema.
     """
     try:
         manifest = json.loads(data, parse_constant=_refuse_constant)
@@ -120,24 +141,32 @@ def parse(data: bytes, where: Path) -> dict[str, Any]:
         raise BundleError(
             f"{where} is damaged ({error}): copy or export the bundle again"
         ) from None
-    if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
-        raise BundleError(
-            f"{where} is no manifest of a policy bundle: give a folder of msrl-export"
-        )
+    if not isinstance(manifest, dict) or manifest.get("kind") not in (*OPENERS,):
+        raise BundleError(f"{where} is no manifest of a bundle: give a folder of msrl-export")
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
-        raise _damaged(where, "schema", schema)
+        raise damaged(where, "schema", schema)
     if schema > SCHEMA:
         raise BundleError(
             f"{where} has schema {schema}, this msrl_accel reads up to {SCHEMA}: "
             "upgrade with pip install --upgrade msrl_accel"
         )
-    for field, types in _TYPES.items():
-        if field not in manifest or type(manifest[field]) not in types:
-            raise _damaged(where, field, manifest.get(field, "missing"))
-    _check_files(manifest, where)
-    _check_details(manifest, where)
     return manifest
+
+
+def check_kind(manifest: Mapping[str, Any], kind: str, where: Path) -> None:
+    """Refuse the bundle of something else."""
+    if manifest["kind"] != kind:
+        raise BundleError(f"{where.parent} is the bundle of {OPENERS[manifest['kind']]}")
+
+
+def check_types(
+    manifest: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]], where: Path
+) -> None:
+    """Refuse a manifest that lacks a field, or has one of another type."""
+    for field, types in fields.items():
+        if field not in manifest or type(manifest[field]) not in types:
+            raise damaged(where, field, manifest.get(field, "missing"))
 
 
 def parse_spec(manifest: Mapping[str, Any], where: Path) -> PolicySpec:
@@ -157,13 +186,13 @@ def parse_spec(manifest: Mapping[str, Any], where: Path) -> PolicySpec:
             _ = o.bounds
         ok = ok and len(manifest["inputs"]) == len(spec.observations) + 1
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(where, "spec", repr(error)) from error
+        raise damaged(where, "spec", repr(error)) from error
     if not ok:
-        raise _damaged(where, "spec", manifest["spec"])
+        raise damaged(where, "spec", manifest["spec"])
     return spec
 
 
-def _check_files(manifest: Mapping[str, Any], where: Path) -> None:
+def check_files(manifest: Mapping[str, Any], where: Path) -> None:
     """Every file is named plainly, so that none outside the bundle is ever read."""
     for name, entry in manifest["files"].items():
         if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
@@ -174,30 +203,36 @@ def _check_files(manifest: Mapping[str, Any], where: Path) -> None:
             (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         )
         if type(size) is not int or not isinstance(digest, str) or len(digest) != 64:
-            raise _damaged(where, f"files.{name}", entry)
-    for backend, name in manifest["models"].items():
-        if not isinstance(name, str) or name not in manifest["files"]:
-            raise _damaged(where, f"models.{backend}", name)
+            raise damaged(where, f"files.{name}", entry)
 
 
 def _check_details(manifest: Mapping[str, Any], where: Path) -> None:
-    outputs, weights, parity = (manifest[k] for k in ("outputs", "weights", "parity"))
+    for backend, name in manifest["models"].items():
+        if not isinstance(name, str) or name not in manifest["files"]:
+            raise damaged(where, f"models.{backend}", name)
+    outputs = manifest["outputs"]
     if not all(isinstance(name, str) for name in outputs) or len(outputs) < 5:
-        raise _damaged(where, "outputs", outputs)
+        raise damaged(where, "outputs", outputs)
     inputs = [i.get("name") if isinstance(i, dict) else None for i in manifest["inputs"]]
     if not all(isinstance(name, str) for name in inputs):
-        raise _damaged(where, "inputs", inputs)
+        raise damaged(where, "inputs", inputs)
+    check_weights_and_parity(manifest, where)
+
+
+def check_weights_and_parity(manifest: Mapping[str, Any], where: Path) -> None:
+    """Refuse a manifest without version and digest of the weights, or the gate's verdict."""
+    weights, parity = manifest["weights"], manifest["parity"]
     if type(weights.get("version")) is not int or not isinstance(weights.get("sha256"), str):
-        raise _damaged(where, "weights", weights)
+        raise damaged(where, "weights", weights)
     if type(parity.get("passed")) is not bool or type(parity.get("gate")) is not bool:
-        raise _damaged(where, "parity", parity)
+        raise damaged(where, "parity", parity)
 
 
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
 
 
-def _damaged(where: Path, field: str, value: Any) -> BundleError:
+def damaged(where: Path, field: str, value: Any) -> BundleError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return BundleError(f"{where}: {field} = {shown} cannot be: copy or export the bundle again")

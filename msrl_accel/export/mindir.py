@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import mindspore as ms
@@ -32,10 +33,15 @@ def export_mindir(policy: Policy, target: Path, *, batch: int | None = None) -> 
     inputs = [
         ms.Tensor(shape=[batch, *shape], dtype=dtype) for shape, dtype in graph_inputs(policy)
     ]
+    export_cell(policy, inputs, target)
+
+
+def export_cell(cell: ms.nn.Cell, inputs: Sequence[ms.Tensor], target: Path) -> None:
+    """Write the graph of any Cell; errors are those of `export_mindir`."""
     with tempfile.TemporaryDirectory() as scratch:  # MindSpore refuses paths with spaces
-        file = Path(scratch) / "policy.mindir"
+        file = Path(scratch) / "graph.mindir"
         try:
-            ms.export(policy, *inputs, file_name=str(file), file_format="MINDIR")
+            ms.export(cell, *inputs, file_name=str(file), file_format="MINDIR")
             write_bytes_atomic(target, file.read_bytes())
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             raise ExportError(f"cannot write {target}: {error}") from error

@@ -56,7 +56,7 @@ def write_bundle(
     arrays, graph = policy.arrays(), GraphRuntime(policy, version)
     forms = _write_forms(policy, folder, formats, precision)
     reference = make_reference(graph, arrays, policy.output_names)
-    _write_reference(folder / REFERENCE, reference)
+    write_reference(folder / REFERENCE, reference)
     manifest = {
         "kind": KIND,
         "schema": SCHEMA,
@@ -65,7 +65,7 @@ def write_bundle(
         "weights": {"version": version, "sha256": arrays_digest(arrays)},
         "config": config,
         "seed": config["seed"],
-        "versions": _versions(),
+        "versions": package_versions(),
         "precision": precision,
         "reference": {"file": REFERENCE, "arrays": describe_arrays(reference)},
         "files": {file.name: file_entry(file) for file in sorted(folder.iterdir())},
@@ -151,7 +151,7 @@ def _write_lite(policy: Policy, target: Path, ms: Path) -> dict[str, str]:
     return {}
 
 
-def _write_reference(file: Path, arrays: dict[str, np.ndarray]) -> None:
+def write_reference(file: Path, arrays: dict[str, np.ndarray]) -> None:
     with open(file, "xb") as opened:
         np.savez_compressed(opened, **arrays)  # type: ignore[arg-type]
 
@@ -165,7 +165,7 @@ def _normalization(arrays: dict[str, np.ndarray], config: dict[str, Any]) -> dic
     return {"in_graph": True, "clip": clip, "sha256": arrays_digest(statistics)}
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     versions = {"msrl_accel": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

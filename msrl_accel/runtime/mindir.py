@@ -35,7 +35,7 @@ class MindirRuntime:
         ms.set_context(mode=ms.GRAPH_MODE)
         self.spec = spec
         self.version = version
-        self._cell = _load(Path(model))
+        self._cell = load_cell(Path(model))
         self._parameters = {p.name: p for p in self._cell.get_parameters()}
 
     def load_weights(self, version: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -70,7 +70,12 @@ class MindirRuntime:
         """Nothing to release."""
 
 
-def _load(model: Path) -> Any:
+def load_cell(model: Path) -> Any:
+    """The graph of a MindIR file as a Cell.
+
+    Raises:
+        PolicyError: it cannot be read, or MindSpore refuses it.
+    """
     try:
         data = model.read_bytes()
     except OSError as error:
