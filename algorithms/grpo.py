@@ -62,7 +62,7 @@ class GRPOConfig(LanguageModelConfig):
     warm_start_batch_size: int = Field(32, ge=1)
     """Examples of one optimiser step of the warm start."""
     warm_start_learning_rate: float = Field(2e-3, gt=0)
-    """Step size of the warm start."""
+    """Step size of the warm start, constant after its rise."""
 
     advantage: str | None = Field(None)
     """grpo, dr_grpo, rloo or reinforce++."""
@@ -177,7 +177,8 @@ class GRPO(LanguageModelAlgorithm):
             log_probs: `log_probs` of the rollout; they may be left out unless `needs_log_probs`.
 
         Returns:
-            Metrics: means over the steps; `parity/...` compares rollout and training.
+            Metrics: means over the steps, over the completions that have a gradient; `parity/...`
+            compares rollout and training.
         """
         settings, sampled, mask = self.settings, rollout.completions, rollout.mask
         longest = self.options.max_new_tokens
@@ -204,8 +205,10 @@ class GRPO(LanguageModelAlgorithm):
             chosen[rows] = mask[rows]
             weight = token_weights(settings.aggregation, chosen, longest).astype(np.float32)
             learning_rate = self.learner.learning_rate(progress)
-            part = columns._replace(weight=weight)
-            batches = self.learner.packer.pack(rollout.sequences(), rows)
+            needed = self._with_gradient(rows, weighted.advantage)
+            chosen[np.setdiff1d(rows, needed)] = False
+            part = columns._replace(weight=np.where(chosen, weight, np.float32(0)))
+            batches = self.learner.packer.pack(rollout.sequences(), needed)
             result = self.learner.update.step(batches, part, learning_rate)
             steps.append(policy_metrics(settings, part, result))
             if agreement is None:
@@ -221,6 +224,16 @@ class GRPO(LanguageModelAlgorithm):
             "grpo/updates": float(self.learner.updates),
             **agreement.metrics(),
         }
+
+    def _with_gradient(self, rows: np.ndarray, advantage: np.ndarray) -> np.ndarray:
+        """The rows that change the step: not those of groups whose rewards are all equal.
+
+        Weights were made for all of them, so leaving some out saves time and changes nothing.
+        """
+        has_advantage = (advantage[rows] != 0).any(axis=1)
+        if self.settings.kl_in_loss or not has_advantage.any():
+            return rows
+        return rows[has_advantage]
 
     def _parts(self, rollout: Rollout, rng: np.random.Generator) -> Iterator[np.ndarray]:
         """Rows of each optimiser step: whole groups, in another order each epoch."""

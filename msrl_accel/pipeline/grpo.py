@@ -107,7 +107,7 @@ class GRPOTrainer(LanguageModelTrainer):
         for _ in range(_WARM_START_UPDATES):
             n = min(self.options.warm_start_batch_size, self.warm_examples - self.step)
             examples = self.encoder.demonstrations(self.task, self.draw_problems(n))
-            steps.append(supervised_step(learner, examples, self.step / self.warm_examples))
+            steps.append(supervised_step(learner, examples, 0.0))  # the schedule is GRPO's
             self.step += n
             self.generator.version += 1
             if self.step == self.warm_examples:

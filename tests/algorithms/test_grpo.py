@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from text_run_helpers import GROUP, PROMPTS, ROWS, make_grpo, reset, roll
@@ -88,6 +90,32 @@ def test_rewarded_completions_become_likelier(grouped):
         rates.append(rollout.rewards.mean())
         update(algorithm, rollout)
     assert np.mean(rates[-4:]) > np.mean(rates[:4]) + 0.2
+
+
+def test_groups_of_equal_rewards_are_not_computed_and_the_step_is_the_same(monkeypatch):
+    algorithm, roller = make_grpo(learning_rate=1e-2, warmup_updates=0)
+    rollout = roll(roller)
+    rollout.scores[:GROUP] = [replace(score, value=1.0) for score in rollout.scores[:GROUP]]
+    packed, steps = [], []
+    pack = algorithm.learner.packer.pack
+    monkeypatch.setattr(
+        algorithm.learner.packer,
+        "pack",
+        lambda sequences, rows: packed.append(rows.tolist()) or pack(sequences, rows),
+    )
+    for everything in (False, True):
+        reset(algorithm)
+        if everything:
+            monkeypatch.setattr(algorithm, "_with_gradient", lambda rows, advantage: rows)
+        metrics = update(algorithm, rollout)
+        assert metrics["grpo/ratio_error"] < 1e-4 and metrics["parity/max"] < 1e-4
+        steps.append((metrics["grpo/grad_norm"], algorithm.learner.update.state()["moments"]))
+    differ = np.repeat(np.ptp(rollout.rewards.reshape(-1, GROUP), axis=1) > 0, GROUP)
+    assert 0 < differ.sum() < ROWS
+    assert packed == [np.flatnonzero(differ).tolist(), list(range(ROWS))]
+    assert steps[0][0] == pytest.approx(steps[1][0], rel=1e-4)
+    for name, moment in steps[1][1].items():
+        np.testing.assert_allclose(steps[0][1][name], moment, rtol=1e-3, atol=1e-6)
 
 
 def test_a_correction_needs_the_trainer_s_log_probs_and_is_one_on_policy(grouped, monkeypatch):

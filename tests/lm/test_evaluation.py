@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from msrl_accel.envs.text import Score
 from msrl_accel.lm.evaluation import pass_at_k, right_completions, text_evaluation
 
-pytestmark = pytest.mark.slow
-
 
 @given(st.integers(1, 7), st.data())
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n, data):

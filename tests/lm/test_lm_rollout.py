@@ -9,8 +9,6 @@ from msrl_accel.envs.text import Problem, Score
 from msrl_accel.lm.generation import Completions
 from msrl_accel.lm.rollout import Rollout, join, select
 
-pytestmark = pytest.mark.slow
-
 
 def make(lengths, seed=0, kept=None):
     """Two completions a problem; the tokens of completion n are 10 n, 10 n + 1, ..."""

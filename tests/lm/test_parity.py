@@ -8,8 +8,6 @@ import pytest
 from msrl_accel.lm.culprit import forcing_noise
 from msrl_accel.lm.parity import differences, parity
 
-pytestmark = pytest.mark.slow
-
 ROLLOUT = np.array([[-1.0, -2.0, 0.0], [-0.5, -np.inf, -7.0]], np.float32)
 MASK = np.array([[True, True, False], [True, False, False]])
 
