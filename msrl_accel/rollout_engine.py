@@ -131,7 +131,10 @@ class RolloutEngine:
     @property
     def model(self) -> bytes:
         """The ONNX model, with which other processes can roll out; empty for other engines."""
-        return getattr(self.runtime, "model", b"")
+        runtime = self.runtime
+        if isinstance(runtime, BatchInvariantRuntime):
+            runtime = runtime.runtime
+        return getattr(runtime, "model", b"")
 
     def close(self) -> None:
         self.runtime.close()
