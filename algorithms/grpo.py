@@ -34,7 +34,11 @@ class GRPOConfig(LanguageModelConfig):
     them where they are null.
     """
 
-    fixed: ClassVar[tuple[str, ...]] = (*LanguageModelConfig.fixed, "warm_start_examples")
+    fixed: ClassVar[tuple[str, ...]] = (
+        *LanguageModelConfig.fixed,
+        "warm_start_examples",
+        "warm_start_accuracy",
+    )
 
     preset: str = Field("grpo", choices=tuple(PRESETS))
     """Which of the family (docs/language-models.md): values of the parts of the loss below."""
@@ -59,6 +63,9 @@ class GRPOConfig(LanguageModelConfig):
     warm_start_examples: int | None = Field(None, ge=0)
     """Right completions that supervised training shows the model first; null: 32000 for a model
     that knows nothing, none for others. They count as steps."""
+    warm_start_accuracy: float | None = Field(None, gt=0, le=1)
+    """Share of training problems answered right, greedily, at which the warm start ends before
+    that; null: never. How soon a model from nothing gets there varies much between seeds."""
     warm_start_batch_size: int = Field(32, ge=1)
     """Examples of one optimiser step of the warm start."""
     warm_start_learning_rate: float = Field(2e-3, gt=0)

@@ -25,6 +25,8 @@ WARM_START_EXAMPLES = 32_000
 """For a model that knows nothing."""
 _WARM_START_UPDATES = 10
 """Optimiser steps of one iteration of the warm start."""
+_WARM_START_PROBLEMS = 128
+"""Problems whose greedy completions tell whether the warm start has done enough."""
 _MAX_BARREN = 3
 """Iterations in a row that leave nothing to learn from, before the run ends."""
 
@@ -45,6 +47,7 @@ class GRPOTrainer(LanguageModelTrainer):
         default = 0 if options.model is not None else WARM_START_EXAMPLES
         given = options.warm_start_examples
         self.warm_examples: int = default if given is None else given
+        """Examples of the warm start; once it has ended early, those it took."""
         if config.total_steps <= self.warm_examples:
             raise ConfigError(
                 f"total_steps = {config.total_steps}: the warm start alone takes "
@@ -111,12 +114,19 @@ class GRPOTrainer(LanguageModelTrainer):
             self.step += n
             self.generator.version += 1
             if self.step == self.warm_examples:
-                self.warm_learner = None
-                self.algorithm.start()
                 break
         self.iteration += 1
-        means = {f"sft/{name}": float(np.mean([m[name] for m in steps])) for name in steps[0]}
-        return {**means, "time/update_seconds": time.perf_counter() - start}
+        metrics = {f"sft/{name}": float(np.mean([m[name] for m in steps])) for name in steps[0]}
+        enough = self.options.warm_start_accuracy
+        if enough is not None:
+            answers = self.roller.roll(self.draw_problems(_WARM_START_PROBLEMS), 1, None)
+            metrics["sft/accuracy"] = float(right_completions(answers.scores).mean())
+            if metrics["sft/accuracy"] >= enough:
+                self.warm_examples = self.step
+        if self.step == self.warm_examples:
+            self.warm_learner = None
+            self.algorithm.start()
+        return {**metrics, "time/update_seconds": time.perf_counter() - start}
 
     def _evaluate_start(self) -> dict[str, Any]:
         results = {}
@@ -237,6 +247,7 @@ class GRPOTrainer(LanguageModelTrainer):
         return {
             **super().state(),
             "warm_start": warm,
+            "warm_examples": self.warm_examples,
             "start": self.start,
             "barren": self.barren,
             "failures": self.failures,
@@ -245,6 +256,7 @@ class GRPOTrainer(LanguageModelTrainer):
     def restore_state(self, state: dict[str, Any]) -> None:
         super().restore_state(state)
         self.start = state["start"]
+        self.warm_examples = int(state["warm_examples"])
         self.barren, self.failures = int(state["barren"]), int(state["failures"])
         if state["warm_start"] is None:
             self.warm_learner = None
