@@ -23,6 +23,7 @@ from msrl_accel.pipeline.placement import Place, places
 from msrl_accel.pipeline.shared_queue import SharedQueue, Slot
 from msrl_accel.pipeline.slots import (
     collection_metrics,
+    draw_slot,
     join_columns,
     slot_episodes,
     slot_layout,
@@ -347,11 +348,7 @@ class AsyncTrainer(Trainer):
                 x.reward_variance,
                 x.reward_count,
             ]
-            track = slot.producer
-            if x.environment >= 0:
-                track += f", environment {x.environment:.0f}"
-            self.timeline.span(track, "blocked", x.begin - x.blocked, x.begin)
-            self.timeline.span(track, "collect", x.begin, x.end)
+            draw_slot(self.timeline, slot.producer, x)
             self.queue.release(slot)
         steps = self.algorithm.n_steps * self.layout.columns
         return batch, collection_metrics(numbers, steps, self.options.workers)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msrl_accel.pipeline.shared_queue import Slot
+from msrl_accel.pipeline.timeline import Timeline
 from msrl_accel.shared_memory import ArraySpec
 from msrl_accel.spaces import PolicySpec
 from msrl_accel.trajectories import Trajectories
@@ -87,6 +88,15 @@ def slot_episodes(slot: Slot) -> np.ndarray:
     """Return and length of the episodes that ended, [M, 2]."""
     episodes: np.ndarray = slot.arrays["episodes"][: int(slot_numbers(slot).episodes)]
     return episodes
+
+
+def draw_slot(timeline: Timeline, producer: str, numbers: SlotNumbers) -> None:
+    """When a slot was waited for and filled, on the track of its worker or environment."""
+    track = producer
+    if numbers.environment >= 0:
+        track += f", environment {numbers.environment:.0f}"
+    timeline.span(track, "blocked", numbers.begin - numbers.blocked, numbers.begin)
+    timeline.span(track, "collect", numbers.begin, numbers.end)
 
 
 def join_columns(parts: list[Trajectories]) -> Trajectories:
