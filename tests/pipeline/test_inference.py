@@ -86,11 +86,11 @@ def test_everybody_gets_his_own_answer():
 
 
 def test_requests_that_wait_are_run_as_one_batch():
-    with serving(timeout_seconds=5.0) as server:  # everybody waits long before that
+    with serving(timeout_seconds=60.0) as server:  # everybody waits long before that
         server.runtime.runtime.calls.clear()
         started = time.monotonic()
         results = together(server, {1: 5, 2: 5, 3: 5})
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 60.0
         calls = server.runtime.runtime.calls
     assert len(results) == 3
     assert calls[-1] == 32  # 15 rows, padded to the next size
