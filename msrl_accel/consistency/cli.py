@@ -8,12 +8,17 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msrl_accel.commandline import CommandParser
 from msrl_accel.consistency.checker import RECORDED_ROWS, check_consistency
 from msrl_accel.consistency.precision import parse_modes
 from msrl_accel.consistency.report import ConsistencyReport
 from msrl_accel.errors import ConfigError, MsrlError
+from msrl_accel.export.lm_bundle import is_language_model
+
+if TYPE_CHECKING:
+    from msrl_accel.consistency.lm_report import LanguageModelReport
 
 PROG = "msrl-check"
 CONSISTENT, INCONSISTENT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -23,7 +28,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Command line of the checker. Mistakes raise `ConfigError`; ``--help`` prints and exits."""
     parser = CommandParser(
         prog=PROG,
-        description="Check that every exported form of a policy acts as the trained one does.",
+        description="Check that every exported form of a policy acts as the trained one does, or "
+        "that the graphs of a language model generate as it does.",
         epilog="Exit status: 0 consistent, 1 not consistent, 2 bad input.",
         allow_abbrev=False,
     )
@@ -91,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_plot(args.plot)
         report = _check(args)
         print(json.dumps(report.to_dict(), indent=2) if args.json else report)
-        if args.plot is not None:
+        if args.plot is not None and isinstance(report, ConsistencyReport):
             report.save_plot(args.plot)
     except MsrlError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -105,7 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return CONSISTENT if report.ok else INCONSISTENT
 
 
-def _check(args: argparse.Namespace) -> ConsistencyReport:
+def _check(args: argparse.Namespace) -> ConsistencyReport | LanguageModelReport:
+    if is_language_model(args.bundle):
+        return _check_language_model(args)
     return check_consistency(
         args.bundle,
         run=args.run,
@@ -117,6 +125,20 @@ def _check(args: argparse.Namespace) -> ConsistencyReport:
         precision=args.precision,
         seed=args.seed,
     )
+
+
+def _check_language_model(args: argparse.Namespace) -> LanguageModelReport:
+    """Options that say nothing to a language model are refused."""
+    parser = build_parser()
+    for name in ("backends", "episodes", "rows", "precision", "batch_invariance", "plot"):
+        if getattr(args, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: {args.bundle} holds a language model, whose check "
+                "knows --run and --json alone"
+            )
+    from msrl_accel.consistency.language_model import check_language_model
+
+    return check_language_model(args.bundle, run=args.run)
 
 
 def _check_plot(path: Path | None) -> None:

@@ -19,6 +19,7 @@ from msrl_accel.progress import format_summary
 from msrl_accel.run import Run, WhichCheckpoint
 
 if TYPE_CHECKING:
+    from msrl_accel.export.lm_bundle import LanguageModelBundle
     from msrl_accel.policy import Policy
 
 PROG = "msrl-export"
@@ -99,7 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Command line of the export. Mistakes raise `ConfigError`; ``--help`` prints and exits."""
     parser = CommandParser(
         prog=PROG,
-        description="Export the policy of a run as a bundle, and prove that it acts the same.",
+        description="Export the policy or language model of a run as a bundle, and prove that it "
+        "does the same.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="Run directory.")
@@ -108,9 +110,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--formats",
-        default=",".join(FORMATS),
+        type=_words,
         metavar="LIST",
-        help="Forms to write, separated by commas (default: %(default)s).",
+        help=f"Forms to write, separated by commas (default: {','.join(FORMATS)}; of a language "
+        "model, mindir).",
     )
     parser.add_argument(
         "--checkpoint",
@@ -140,7 +143,36 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODE",
         help="Precision of the OM form: a precision_mode_v2 of ATC, or auto (default: origin).",
     )
+    parser.add_argument(
+        "--batch",
+        type=_sizes,
+        metavar="LIST",
+        help="Of a language model: completions side by side, a graph for each (default: 1,8).",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_sizes,
+        metavar="LIST",
+        help="Of a language model: longest prompts, graphs for each (default: the run's).",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="Of a language model: longest completion (default: the run's).",
+    )
     return parser
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,16 +180,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         args = build_parser().parse_args(argv)
-        bundle = export_run(
-            args.run,
-            args.out,
-            formats=[f.strip() for f in args.formats.split(",") if f.strip()],
-            checkpoint=_checkpoint(args.checkpoint),
-            gate=not args.no_gate,
-            precision=args.precision,
-            with_critic=args.with_critic,
-            force=args.force,
-        )
+        run = Run(args.run)
+        if is_language_model_run(run):
+            exported = _export_language_model(run, args)
+            print(language_model_summary(exported))
+            return 0 if exported.passed else 1
+        bundle = _export_policy(run, args)
         print(summary(bundle))
     except MsrlError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -166,6 +194,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: interrupted, nothing was written", file=sys.stderr)
         return 130
     return 0 if bundle.passed else 1
+
+
+def is_language_model_run(run: Run) -> bool:
+    """Whether a run trained a language model."""
+    from msrl_accel.algorithms.language_model import LanguageModelConfig
+
+    return isinstance(run.config.algorithm, LanguageModelConfig)
+
+
+def _export_policy(run: Run, args: argparse.Namespace) -> Bundle:
+    for name in ("batch", "prompt_tokens", "max_new_tokens"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: the run trained a policy, not a language model"
+            )
+    return export_run(
+        run,
+        args.out,
+        formats=FORMATS if args.formats is None else args.formats,
+        checkpoint=_checkpoint(args.checkpoint),
+        gate=not args.no_gate,
+        precision=args.precision,
+        with_critic=args.with_critic,
+        force=args.force,
+    )
+
+
+def _export_language_model(run: Run, args: argparse.Namespace) -> LanguageModelBundle:
+    from msrl_accel.export.language_model import ROWS, export_language_model
+
+    unused = {
+        "formats": args.formats not in (None, ["mindir"]),
+        "precision": args.precision != "origin",
+        "with-critic": args.with_critic,
+    }
+    for name, given in unused.items():
+        if given:
+            raise ConfigError(f"--{name}: language models are exported as MindIR, as trained")
+    return export_language_model(
+        run,
+        args.out,
+        checkpoint=_checkpoint(args.checkpoint),
+        rows=args.batch or ROWS,
+        prompt_tokens=args.prompt_tokens or (),
+        max_new_tokens=args.max_new_tokens,
+        gate=not args.no_gate,
+        force=args.force,
+    )
 
 
 def _checkpoint(text: str) -> WhichCheckpoint:
@@ -192,6 +268,26 @@ def summary(bundle: Bundle) -> str:
     rows["act"] = (
         "from msrl_accel.runtime.load import load_policy\n"
         f"action = load_policy({str(bundle.path)!r}).act(observation)"
+    )
+    return format_summary(f"Exported {config['algo']} on {config['env']}", rows)
+
+
+def language_model_summary(bundle: LanguageModelBundle) -> str:
+    """As `summary`, of a language model."""
+    config, results = bundle.manifest["config"], bundle.manifest["parity"]["results"]
+    rows: dict[str, Any] = {"bundle": str(bundle.path), "checkpoint": f"step {bundle.version:,}"}
+    for shape in bundle.shapes:
+        size = bundle.manifest["files"][shape.file]["size"]
+        r = results[shape.file]
+        verdict = "; ".join(r["problems"]) or (
+            f"tokens equal, log-probs within {r['max_difference']:.1e} of generation and "
+            f"{r['training']['max']:.1e} of training"
+        )
+        rows[f"batch {shape.rows}"] = f"{shape.file}, {size / 2**20:,.1f} MB, {verdict}"
+    rows["check it"] = f"msrl-check {shlex.quote(str(bundle.path))}"
+    rows["ask it"] = (
+        "from msrl_accel.runtime.language_model import load_language_model\n"
+        f"load_language_model({str(bundle.path)!r}).complete(['a prompt'])"
     )
     return format_summary(f"Exported {config['algo']} on {config['env']}", rows)
 
