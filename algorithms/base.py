@@ -29,6 +29,8 @@ class Algorithm(ABC):
     Config: ClassVar[type[Section]]
     trainer: ClassVar[str] = ""
     """Its training loop, module:Class, where it needs one of its own."""
+    async_trainer: ClassVar[str] = ""
+    """Likewise of pipeline.mode async, where it has one."""
     policy: Policy
     n_steps: int = 1
     """Steps each environment takes between updates."""

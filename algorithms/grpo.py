@@ -58,6 +58,9 @@ class GRPOConfig(LanguageModelConfig):
     """Total probability of the likeliest tokens sampled from; the loss is over the same."""
     max_resamples: int = Field(3, ge=0)
     """Further batches of completions in an iteration, while filter_groups leaves groups missing."""
+    partial_tokens: int | None = Field(None, ge=1)
+    """For pipeline.mode async: tokens after which a completion goes on with newer weights; null:
+    completions are generated whole."""
     parity_gate: float | None = Field(None, gt=0)
     """The run ends where log-probabilities of rollout and training differ by more."""
     warm_start_examples: int | None = Field(None, ge=0)
@@ -131,6 +134,7 @@ class GRPO(LanguageModelAlgorithm):
 
     Config = GRPOConfig
     trainer = "msrl_accel.pipeline.grpo:GRPOTrainer"
+    async_trainer = "msrl_accel.pipeline.grpo_async:AsyncGRPOTrainer"
     options: GRPOConfig
 
     def __init__(self, config: TrainConfig, model: CausalLM) -> None:

@@ -44,6 +44,8 @@ class Completions:
     kept: np.ndarray | None = None
     """[N, L, K] int32, the tokens that top-k or top-p kept; unused places repeat one of them.
     None where the whole vocabulary was sampled from."""
+    versions: np.ndarray | None = None
+    """[N, L] int64, of the weights that drew each token, where they may differ."""
 
 
 class CompletionSampler(ABC):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from msrl_accel.envs.text import Problem, TextTask
-from msrl_accel.errors import LMError
+from msrl_accel.errors import EnvError, LMError
 from msrl_accel.lm.packing import Sequences
 from msrl_accel.lm.tokenizer import Tokenizer
 
@@ -55,6 +55,22 @@ class PromptEncoder:
     def short(self, problems: Sequence[Problem], longest: int) -> list[Problem]:
         """The problems whose prompts have at most `longest` tokens."""
         return [problem for problem in problems if len(self.prompt(problem)) <= longest]
+
+    def draw(self, task: TextTask, rng: np.random.Generator, n: int, longest: int) -> list[Problem]:
+        """n problems of a task, none with a prompt of more than `longest` tokens.
+
+        Raises:
+            EnvError: hardly any prompt is short enough.
+        """
+        problems: list[Problem] = []
+        for _ in range(20):
+            problems += self.short(task.sample(rng, n - len(problems)), longest)
+            if len(problems) == n:
+                return problems
+        raise EnvError(
+            f"{task.name}: hardly any prompt has at most max_prompt_tokens = {longest} tokens; "
+            "raise it"
+        )
 
     def answer(self, text: str) -> np.ndarray:
         """Token ids of a completion and the end token [L] int32."""

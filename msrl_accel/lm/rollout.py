@@ -11,7 +11,7 @@ import numpy as np
 from msrl_accel.envs.text import Problem, Score, Scorer, describe_failures
 from msrl_accel.errors import EnvError
 from msrl_accel.lm.evaluation import TextEvaluation, rewards_of, text_evaluation
-from msrl_accel.lm.generation import Completions, Generator
+from msrl_accel.lm.generation import Completions, CompletionSampler
 from msrl_accel.lm.packing import Sequences
 from msrl_accel.lm.prompts import PromptEncoder
 
@@ -66,7 +66,7 @@ class Roller:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: CompletionSampler,
         encoder: PromptEncoder,
         scorer: Scorer,
         *,
@@ -107,6 +107,7 @@ def select(rollout: Rollout, groups: np.ndarray) -> Rollout:
         stop=c.stop[rows],
         prompt_index=np.searchsorted(groups, c.prompt_index[rows]).astype(np.int32),
         kept=None if c.kept is None else c.kept[rows],
+        versions=None if c.versions is None else c.versions[rows],
     )
     return Rollout(
         [rollout.problems[i] for i in groups],
@@ -138,6 +139,7 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
         prompt_index=np.concatenate([c.prompt_index + n for c, n in zip(parts, first)]),
         version=min(c.version for c in parts),
         kept=None if parts[0].kept is None else padded("kept"),
+        versions=None if parts[0].versions is None else padded("versions"),
     )
     return Rollout(
         [problem for r in rollouts for problem in r.problems],

@@ -17,7 +17,12 @@ def trainer_class(config: TrainConfig) -> type[TrainingLoop]:
 
     algorithm = algorithm_class(config.algo)
     if algorithm.trainer:
-        module, name = algorithm.trainer.split(":")
+        asynchronous = config.pipeline.mode == "async" and algorithm.async_trainer
+        if asynchronous:
+            from msrl_accel.envs.workers import stop_if_importing_main
+
+            stop_if_importing_main()
+        module, name = (asynchronous or algorithm.trainer).split(":")
         found: type[TrainingLoop] = getattr(import_module(module), name)
         return found
     if config.pipeline.mode == "async":

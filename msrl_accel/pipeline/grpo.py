@@ -43,6 +43,11 @@ class GRPOTrainer(LanguageModelTrainer):
         config, options = self.config, self.config.algorithm
         assert isinstance(options, GRPOConfig)
         self.options = options
+        if options.partial_tokens is not None and config.pipeline.mode != "async":
+            raise ConfigError(
+                f"grpo.partial_tokens = {options.partial_tokens}: newer weights come in the middle "
+                "of a completion in pipeline.mode async alone; set that too, or leave it out"
+            )
         self.algorithm = GRPO(config, self.model)
         default = 0 if options.model is not None else WARM_START_EXAMPLES
         given = options.warm_start_examples

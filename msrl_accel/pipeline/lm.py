@@ -6,7 +6,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,10 +51,12 @@ class LanguageModelTrainer(TrainingLoop):
     """
 
     algorithm: LanguageModelAlgorithm
+    pipeline_keys: ClassVar[tuple[str, ...]] = ()
+    """Of the section pipeline, those it heeds."""
     result_name = "held out"
 
     def __init__(self, config: TrainConfig, run: Run) -> None:
-        _check_unused(config)
+        _check_unused(config, self.pipeline_keys)
         super().__init__(config, run)
         options = config.algorithm
         assert isinstance(options, LanguageModelConfig)
@@ -94,15 +96,7 @@ class LanguageModelTrainer(TrainingLoop):
         Raises:
             EnvError: hardly any prompt is short enough.
         """
-        problems: list[Problem] = []
-        for _ in range(20):
-            problems += self._short(self.task.sample(self.problem_rng, n - len(problems)))
-            if len(problems) == n:
-                return problems
-        raise EnvError(
-            f"{self.task.name}: hardly any prompt has at most {self.config.algo}."
-            f"max_prompt_tokens = {self.longest_prompt} tokens; raise it"
-        )
+        return self.encoder.draw(self.task, self.problem_rng, n, self.longest_prompt)
 
     def evaluate(self, deterministic: bool) -> TextEvaluation:
         """Completions of the held-out problems: greedy, or some samples of each.
@@ -274,7 +268,7 @@ class SFTTrainer(LanguageModelTrainer):
         }
 
 
-def _check_unused(config: TrainConfig) -> None:
+def _check_unused(config: TrainConfig, pipeline_keys: tuple[str, ...]) -> None:
     """Refuse settings that would silently do nothing."""
     values = {name: getattr(config, name) for name in _UNUSED}
     for name, value in values.items():
@@ -284,7 +278,8 @@ def _check_unused(config: TrainConfig) -> None:
         if fields_of(TrainConfig)[name].section is None:
             raise ConfigError(f"{name} = {value!r}: {config.algo} does not use it: {_UNUSED[name]}")
         for key, part in vars(value).items():
-            if part != getattr(default, key):
+            heeded = name == "pipeline" and key in pipeline_keys
+            if part != getattr(default, key) and not heeded:
                 raise ConfigError(
                     f"{name}.{key} = {part!r}: {config.algo} does not use it: {_UNUSED[name]}"
                 )
