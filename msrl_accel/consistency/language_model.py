@@ -160,14 +160,20 @@ class _Check:
             agreement = self.agreement(inputs, found)
             if result.training is None or agreement.max > result.training.max:
                 result.training = agreement
-        found, expected = (self.complete(shape, g) for g in (graph, self.graph(shape)))
-        longest = max(found.tokens.shape[1], expected.tokens.shape[1])
-        result.add(*(_padded(c, longest) for c in (found, expected)), _inside(expected, longest),
-                   "until a stop token")  # fmt: skip
+        self.compare_ends(shape, graph, result)
         result.judge("the training Cell's", result.max_difference, SAME_CELL)
         assert result.training is not None
         result.judge("the training graph's", result.training.max, TOLERANCE)
         return result
+
+    def compare_ends(
+        self, shape: GraphShape, graph: Callable[..., Any], result: GraphResult
+    ) -> None:
+        """Compare completions that end at stop tokens."""
+        ours, theirs = self.complete(shape, graph), self.complete(shape, self.graph(shape))
+        longest = max(ours.tokens.shape[1], theirs.tokens.shape[1])
+        found, expected = _padded(ours, longest), _padded(theirs, longest)
+        result.add(found, expected, _inside(theirs, longest), "until a stop token")
 
     def add_recorded(self, shape: GraphShape, result: GraphResult) -> None:
         """Compare what the training Cell generates here with what it did when exported."""
