@@ -35,7 +35,8 @@ _UNUSED = {
     "vectorization": "text tasks have no environments to step",
     "policy": "the policy is the language model",
     "reward": "rewards are compared within their group",
-    "pipeline": "rollout and training take turns in one process",
+    "pipeline": "rollout and training take turns in one process, or for grpo, by pipeline.mode "
+    "async with workers, max_staleness, hang_seconds and max_restarts alone, in several",
 }
 """Keys and sections of the configuration that language models do not heed, with the reason."""
 
