@@ -76,6 +76,11 @@ class ThreadVectorEnv(VectorEnv):
         for i, action in zip(indices.tolist(), actions):
             self._order(i, ("step", action))
 
+    @property
+    def under_way(self) -> int:
+        """Environments whose step, or reset, has been started and not yet received."""
+        return int(np.isfinite(self._sent).sum())
+
     def receive(self, at_least: int = 1) -> tuple[np.ndarray, StepResult]:
         """Wait for steps under way to end.
 
@@ -142,9 +147,8 @@ class ThreadVectorEnv(VectorEnv):
 
     def _drain(self) -> None:
         """Wait for steps under way and forget them."""
-        pending = int(np.isfinite(self._sent).sum())
-        if pending:
-            self._collect(pending)
+        if self.under_way:
+            self._collect(self.under_way)
 
     def _run(self, index: int) -> None:
         """One environment's thread."""

@@ -15,11 +15,12 @@ from msrl_accel.algorithms.base import OnPolicyAlgorithm
 from msrl_accel.config import TrainConfig
 from msrl_accel.envs.base import VectorEnv
 from msrl_accel.errors import EnvError, PipelineError
+from msrl_accel.evaluation import Evaluation, evaluate_run_policy
 from msrl_accel.metrics import EpisodeStats
 from msrl_accel.pipeline.inference_process import InferenceProcess
 from msrl_accel.pipeline.learner_stages import LearnerStages
 from msrl_accel.pipeline.memory import MemoryWatch
-from msrl_accel.pipeline.placement import Place, places
+from msrl_accel.pipeline.placement import Place, places, together
 from msrl_accel.pipeline.shared_queue import SharedQueue, Slot
 from msrl_accel.pipeline.slots import (
     collection_metrics,
@@ -227,16 +228,14 @@ class AsyncTrainer(Trainer):
         )
 
     def _make_server(self) -> InferenceProcess:
-        config, workers = self.config, self.worker_places
-        cores = {core for place in workers for core in place.cores}
-        devices = {device for place in workers for device in place.devices or ()}
+        config = self.config
         return InferenceProcess(
             self._worker_engine(),
             self.spec,
             config.runtime.batch_invariant,
             self.layout.workers * self.layout.envs_per_worker,
             self.store.handle,
-            Place(tuple(sorted(cores)), devices=tuple(sorted(devices)) or None),
+            together(self.worker_places),
             env_id=config.env,
             hang_seconds=self.options.hang_seconds,
             max_restarts=self.options.max_restarts,
@@ -268,7 +267,7 @@ class AsyncTrainer(Trainer):
             engine=self._worker_engine() if self.server is None else self.server.client(),
             batch_invariant=config.runtime.batch_invariant,
             place=place,
-            rewards=self._reward_scaling(index) if config.reward.normalize else None,
+            rewards=RewardScaling.following(config, index, self.reward_statistics),
         )
 
     def _worker_engine(self) -> OnnxEngine | GraphEngine:
@@ -276,15 +275,6 @@ class AsyncTrainer(Trainer):
             return GraphEngine(self.config)
         often = self.layout.apart or self.algorithm.n_steps <= CALLS_PER_REBUILD
         return OnnxEngine(self.engine.model, weights_as_inputs=often)
-
-    def _reward_scaling(self, index: int) -> RewardScaling:
-        known = self.reward_statistics
-        found = known.get(str(index)) or max(known.values(), key=lambda s: s[2], default=None)
-        return RewardScaling(
-            gamma=getattr(self.config.algorithm, "gamma", 0.99),
-            clip=self.config.reward.clip,
-            statistics=None if found is None else (found[0], found[1], found[2]),
-        )
 
     def _worker_ended(self, index: int) -> None:
         self.queue.reclaim(f"worker {index}")
@@ -368,9 +358,17 @@ class AsyncTrainer(Trainer):
         self.queue.shrink(self.layout.slots(before) - self.layout.slots(self.queue_size))
         return f"garbage collected, queue made smaller, from {before} to {self.queue_size} updates"
 
-    def evaluate(self, deterministic: bool) -> Any:
+    def evaluate(self, deterministic: bool) -> Evaluation:
         self.engine.publish(self.version)
-        return super().evaluate(deterministic)
+        config = self.config
+        if self.layout.apart:  # stepped in turn, each would wait for all others
+            config = config.replace(vectorization="threads")
+        return evaluate_run_policy(
+            self.engine.runtime,
+            config,
+            config.evaluation.episodes,
+            deterministic=deterministic,
+        )
 
     def parts_state(self) -> dict[str, Any]:
         return {

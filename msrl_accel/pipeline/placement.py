@@ -81,6 +81,13 @@ def places(config: TrainConfig) -> tuple[Place, list[Place]]:
     )
 
 
+def together(parts: Sequence[Place]) -> Place:
+    """All cores and devices of several places."""
+    cores = {core for place in parts for core in place.cores}
+    devices = {device for place in parts for device in place.devices or ()}
+    return Place(tuple(sorted(cores)), devices=tuple(sorted(devices)) or None)
+
+
 def split(
     items: Sequence[int], workers: int, nodes: Sequence[frozenset[int]] = ()
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

@@ -101,6 +101,24 @@ class RewardScaling:
     statistics: tuple[float, float, float] | None
     """Mean, variance and count to go on with."""
 
+    @classmethod
+    def following(
+        cls, config: TrainConfig, index: int, known: dict[str, list[float]]
+    ) -> RewardScaling | None:
+        """Of a worker that goes on where its place in the run was, else from who saw most.
+
+        Args:
+            known: mean, variance and count by worker.
+        """
+        if not config.reward.normalize:
+            return None
+        found = known.get(str(index)) or max(known.values(), key=lambda s: s[2], default=None)
+        return cls(
+            gamma=getattr(config.algorithm, "gamma", 0.99),
+            clip=config.reward.clip,
+            statistics=None if found is None else (found[0], found[1], found[2]),
+        )
+
     def normalizer(self, n_envs: int) -> RewardNormalizer:
         normalizer = RewardNormalizer(n_envs, self.gamma, self.clip)
         if self.statistics is not None:

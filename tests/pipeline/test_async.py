@@ -17,6 +17,7 @@ from run_helpers import rows, state
 
 from msrl_accel.config import resolve_config
 from msrl_accel.errors import CheckpointError, ConfigError
+from msrl_accel.evaluation import evaluate_run_policy
 from msrl_accel.pipeline.async_ import AsyncTrainer
 from msrl_accel.pipeline.stepping import check_config
 from msrl_accel.run import Run
@@ -226,8 +227,18 @@ def test_nothing_is_left_of_a_run_in_the_process(observed):
 
 
 @pytest.mark.slow
-def test_slow_environments_go_apart_and_uneven_updates_are_made_of_what_arrives(tmp_path):
+def test_slow_environments_go_apart_and_uneven_updates_are_made_of_what_arrives(
+    tmp_path, monkeypatch
+):
     """IMPALA, a queue that is too long, environments that wait, down-weighting."""
+    evaluated = []
+    monkeypatch.setattr(
+        "msrl_accel.pipeline.async_.evaluate_run_policy",
+        lambda runtime, config, *args, **kwargs: (
+            evaluated.append(config.vectorization)
+            or evaluate_run_policy(runtime, config, *args, **kwargs)
+        ),
+    )
     run = train_async(
         tmp_path / "run",
         "msrl_accel.envs.delayed:Delayed-v0",
@@ -244,6 +255,7 @@ def test_slow_environments_go_apart_and_uneven_updates_are_made_of_what_arrives(
     np.testing.assert_array_equal(metrics["step"], BATCH * np.arange(1, 7))
     assert np.isfinite(metrics["impala/policy_loss"]).all()
     assert (metrics["pipeline/inference_rows"] < 5).all()  # never all at once
+    assert set(evaluated) == {"threads"}  # nor one after the other in the evaluation
     assert 'worker 1, environment 4"' in (run.path / "trace.json").read_text()
 
 
