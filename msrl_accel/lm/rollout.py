@@ -85,13 +85,18 @@ class Roller:
         completions = self.generator.generate(
             prompts, group_size, rng, eos_ids=self.encoder.tokenizer.eos_ids, **self.sampling
         )
+        return self.judge(list(problems), prompts, completions)
+
+    def judge(
+        self, problems: list[Problem], prompts: list[np.ndarray], completions: Completions
+    ) -> Rollout:
+        """The verifiers' scores of completions, wherever they were generated."""
         texts = [
             self.encoder.tokenizer.decode(tokens[:length])
             for tokens, length in zip(completions.tokens, completions.lengths)
         ]
         asked = [problems[i] for i in completions.prompt_index]
-        scores = self.scorer.score(asked, texts)
-        return Rollout(list(problems), prompts, completions, texts, scores)
+        return Rollout(problems, prompts, completions, texts, self.scorer.score(asked, texts))
 
 
 def select(rollout: Rollout, groups: np.ndarray) -> Rollout:

@@ -63,6 +63,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         self.stack = ExitStack()
         self.started = False
         self.attempt = 0
+        self.discarded = 0
+        """Slots that came too late."""
         self.waited = 0.0
         """Seconds of this iteration without anything to train on."""
         self.generation_seconds: list[float] = []
@@ -104,6 +106,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             "pipeline/queue_depth": float(self.queue.stats()["ready"]),
             "pipeline/learner_idle_share": self.waited / (time.monotonic() - start),
             "pipeline/restarts": float(self.pool.restarts),
+            "pipeline/discarded": float(self.discarded + self.queue.reclaimed),
             "pipeline/generation_seconds": float(np.mean(self.generation_seconds)),
         }
 
@@ -115,16 +118,20 @@ class AsyncGRPOTrainer(GRPOTrainer):
         gathered: list[Rollout] = []
         most = 1 + (self.options.max_resamples if self.algorithm.settings.filter_groups else 0)
         while True:
-            slot = self._next_slot()
-            gathered.append(self._take(slot))
-            worthwhile = sum(int(self._worthwhile(r).sum()) for r in gathered)
-            if worthwhile >= wanted or len(gathered) == most:
-                return gathered
-            self.staleness.withdraw()  # one update is made of several slots
+            rollout = self._take(self._next_slot())
+            if rollout is not None:
+                gathered.append(rollout)
+                worthwhile = sum(int(self._worthwhile(r).sum()) for r in gathered)
+                if worthwhile >= wanted or len(gathered) == most:
+                    return gathered
+            self.staleness.withdraw()  # an update may take several slots; it counts once
             self.queue.admit_again()
 
-    def _take(self, slot: Slot) -> Rollout:
-        """Completions of a slot, which is given back, with their problems and scores."""
+    def _take(self, slot: Slot) -> Rollout | None:
+        """Completions of a slot, which is given back, with their problems and scores.
+
+        None where a token is too old, as one worker's are that is slower than the others.
+        """
         options = self.options
         seed = slot.arrays["seed"].copy()
         problems = self.encoder.draw(
@@ -139,15 +146,13 @@ class AsyncGRPOTrainer(GRPOTrainer):
         completions = read_completions(slot, options.group_size, self.n_kept > 0)
         self.generation_seconds.append(float(slot.arrays["seconds"][0]))
         self.queue.release(slot)
-        texts = [
-            self.encoder.tokenizer.decode(tokens[:length])
-            for tokens, length in zip(completions.tokens, completions.lengths)
-        ]
         assert completions.versions is not None
         inside = np.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
         self.staleness.weigh(completions.versions[inside])  # counts the lags
-        scores = self.scorer.score([problems[i] for i in completions.prompt_index], texts)
-        return Rollout(problems, prompts, completions, texts, scores)
+        if self.staleness.version - completions.version > self.pipeline.max_staleness:
+            self.discarded += 1
+            return None
+        return self.roller.judge(problems, prompts, completions)
 
     def _own_log_probs(self, rollout: Rollout | None) -> np.ndarray | None:
         log_probs = super()._own_log_probs(rollout)

@@ -64,7 +64,11 @@ def test_without_staleness_every_token_is_of_the_present_weights(model, tmp_path
         assert row["parity/max"] < 1e-4
         assert row["staleness/log_prob_max"] == row["parity/max"]
 
-    # A resumed run goes on with problems that were not asked before.
+
+@pytest.mark.slow
+def test_a_resumed_run_counts_versions_on(model, tmp_path):
+    run_dir = tmp_path / "run"
+    assert run_async(model, run_dir, iterations=3, **{"pipeline.max_staleness": 0}) == 0
     assert main(["--resume", str(run_dir), "--total-steps", str(4 * ROWS), "--quiet"]) == 0
     assert [row["rollout/version"] for row in metrics_rows(run_dir)] == [0, 1, 2, 3]
 
