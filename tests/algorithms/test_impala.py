@@ -11,7 +11,7 @@ from msrl_accel.algorithms.impala import Impala, ImpalaConfig, ImpalaLoss, LossI
 from msrl_accel.config import resolve_config
 from msrl_accel.train import train
 
-pytestmark = [pytest.mark.usefixtures("graph_mode"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("graph_mode")
 
 DISCRETE = spaces.Discrete(3)
 BOX = spaces.Box(-1, 1, (2,), np.float32)

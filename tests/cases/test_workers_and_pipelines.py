@@ -18,8 +18,6 @@ from msrl_accel.pipeline.async_ import AsyncTrainer
 from msrl_accel.run import Run
 from msrl_accel.train import main
 
-pytestmark = pytest.mark.slow
-
 no_curves = run_helpers.no_curves
 
 
@@ -72,7 +70,7 @@ def test_an_exception_of_an_environment_arrives_with_its_traceback(tmp_path, cap
     assert "EOFError" not in error
 
 
-@pytest.mark.parametrize("stepping", ["together", "apart"])
+@pytest.mark.parametrize("stepping", ["together", pytest.param("apart", marks=pytest.mark.slow)])
 def test_a_hung_environment_is_named_and_replaced(tmp_path, caplog, stepping):
     """sample-factory#316: the run hangs."""
     (tmp_path / "hang").touch()
@@ -96,7 +94,10 @@ def test_a_hung_environment_is_named_and_replaced(tmp_path, caplog, stepping):
         assert "time.sleep" in caplog.text or "in misbehave" in caplog.text
 
 
-@pytest.mark.parametrize(("stepping", "stale"), [("together", "drop"), ("apart", "down_weight")])
+@pytest.mark.parametrize(
+    ("stepping", "stale"),
+    [("together", "drop"), pytest.param("apart", "down_weight", marks=pytest.mark.slow)],
+)
 def test_lag_is_bounded_and_reported_however_slow_the_learner_is(
     tmp_path, monkeypatch, stepping, stale
 ):

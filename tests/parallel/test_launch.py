@@ -19,8 +19,6 @@ from msrl_accel.parallel.beacon import Beacon, Sign, read_signs
 from msrl_accel.parallel.launch import Launch, _parser, available
 from msrl_accel.run import Run
 
-pytestmark = pytest.mark.slow
-
 needs_msrun = pytest.mark.skipif(not available(), reason="msrun is missing")
 
 
@@ -29,6 +27,7 @@ def launch(*arguments, **options):
 
 
 @needs_msrun
+@pytest.mark.slow
 def test_two_processes_train_and_one_resumes_nothing_of_the_other(tmp_path):
     arguments = tiny(tmp_path / "run", policy__normalize_observations=True)
     done = launch("-n", 2, "--", *arguments)

@@ -22,8 +22,6 @@ from msrl_accel.pipeline.worker import run_worker
 from msrl_accel.publish import WeightStore
 from msrl_accel.spaces import PolicySpec
 
-pytestmark = pytest.mark.slow
-
 
 class BrokenEngine:
     def runtime(self, spec):

@@ -13,8 +13,6 @@ from run_helpers import no_curves  # noqa: F401
 from msrl_accel.pipeline.async_ import AsyncTrainer
 from msrl_accel.pipeline.inference_process import InferenceProcess
 
-pytestmark = pytest.mark.slow
-
 pytest.importorskip("onnxruntime")
 
 
@@ -40,6 +38,7 @@ def compare_with_local(tmp_path, **settings):
     assert weights(tmp_path / "local") == weights(tmp_path / "server")
 
 
+@pytest.mark.slow
 def test_a_run_in_time_is_that_without_the_server(tmp_path):
     compare_with_local(tmp_path)
 
@@ -69,6 +68,7 @@ def test_a_killed_server_is_replaced(tmp_path, monkeypatch):
     assert not alive(killed[0])
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_the_run(tmp_path, monkeypatch):
     pids = []
     start = InferenceProcess.start

@@ -22,8 +22,6 @@ from msrl_accel.pipeline.async_ import AsyncTrainer
 from msrl_accel.pipeline.ray_workers import connect
 from msrl_accel.run import Run
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def ray(monkeypatch):
@@ -41,11 +39,13 @@ def test_a_run_with_the_stand_in(tmp_path, ray):
     assert ray.options["_node_ip_address"] == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_environments_that_go_apart(tmp_path, ray):
     run = train_async(tmp_path / "run", pipeline__engine="ray", pipeline__stepping="apart")
     assert run.summary["steps"] == 6 * 128
 
 
+@pytest.mark.slow
 def test_no_lag_is_the_run_without_ray(tmp_path, ray):
     settings = {"pipeline__max_staleness": 0, "updates": 3}
     train_async(tmp_path / "local", **settings)
@@ -53,6 +53,7 @@ def test_no_lag_is_the_run_without_ray(tmp_path, ray):
     assert weights(tmp_path / "local") == weights(tmp_path / "ray")
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_replaced(tmp_path, ray, monkeypatch):
     iterate = AsyncTrainer.iterate
 

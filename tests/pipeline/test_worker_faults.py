@@ -98,7 +98,6 @@ def test_every_kind_of_failed_worker_is_replaced_and_training_ends_well(
     assert mapped_segments() == []
 
 
-@pytest.mark.slow
 def test_after_too_many_failures_the_run_ends_with_the_traceback_and_a_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     with pytest.raises(EnvError) as caught:
