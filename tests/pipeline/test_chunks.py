@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from msrl_accel.envs import make_vector
@@ -98,3 +100,23 @@ def test_steps_carry_the_version_that_chose_them():
     with collector.env:
         ((_, chunk),) = collect(collector, 1)
         np.testing.assert_array_equal(chunk.versions[:, 0], [1, 2, 3])
+
+
+class CountingRows(ValuesTheObservation):
+    rows: ClassVar[list[int]] = []
+
+    def act(self, observations, noise):
+        self.rows.append(len(noise))
+        return super().act(observations, noise)
+
+
+def test_of_many_environments_a_few_are_gathered_for_each_call_of_the_policy():
+    collector = collector_of("faulty_envs:Counter-v0", 32, 1000, CountingRows, faulty=False)
+    with collector.env:
+        collector.reset(0)
+        collector.start(np.arange(32))
+        CountingRows.rows.clear()
+        for _ in range(50):
+            assert collector.advance() == []
+    # Others than these are of final observations, where an episode was cut.
+    assert sum(rows >= 2 for rows in CountingRows.rows) >= 50

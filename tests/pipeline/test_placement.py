@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from msrl_accel.config import resolve_config
 from msrl_accel.pipeline import placement
-from msrl_accel.pipeline.placement import Place, parse_cores, places, split
+from msrl_accel.pipeline.placement import Place, parse_cores, places, split, together
 
 TWO_NODES = (frozenset(range(4)), frozenset(range(4, 8)))
 
@@ -92,3 +92,9 @@ def test_devices_that_nobody_names_are_left_alone(monkeypatch):
         config_of(**{"runtime.device": "Ascend", "pipeline.placement": "separate"})
     )
     assert [p.devices for p in (learner, *workers)] == [None, None, None]
+
+
+def test_several_places_are_joined():
+    joined = together([Place((3, 1), devices=(1,)), Place((1, 2), niceness=1, devices=(0,))])
+    assert joined == Place((1, 2, 3), devices=(0, 1))
+    assert together([Place(), Place()]) == Place()
