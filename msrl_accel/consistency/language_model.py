@@ -117,10 +117,7 @@ class _Check:
     def __init__(self, bundle: LanguageModelBundle, model: CausalLM, graphs: Graphs) -> None:
         self.bundle, self.model, self.graphs = bundle, model, dict(graphs)
         self.reference = bundle.reference()
-        self.temperature = float(bundle.sampling["temperature"])
-        self.update = LMUpdate(
-            model, None, AdamWOptions(), temperature=self.temperature, offload=True
-        )
+        self.update = LMUpdate(model, None, AdamWOptions(), offload=True)
         longest = max(shape.prompt_tokens for shape in bundle.shapes) + bundle.max_new_tokens
         self.packer = Packer(max(2048, longest))
 
@@ -139,8 +136,8 @@ class _Check:
         return results
 
     def controls(self) -> dict[str, GraphResult]:
-        """Results of damaged graphs, by kind of damage."""
-        shape = self.bundle.shapes[0]
+        """Results of damaged graphs of the most rows, by kind of damage."""
+        shape = max(self.bundle.shapes)
         cell = load_cell(self.bundle.file(shape))
         matrix = f"model.layers.{self.model.config.n_layers // 2}.mlp.down_proj.weight"
         with _changed(cell, matrix):
@@ -240,6 +237,7 @@ class _Check:
             prompts, inputs["prompt_index"], generated.tokens, np.full(n, steps), everything
         )
         sampling = self.bundle.sampling
+        self.update.temperature = Tensor(inputs["temperature"])
         cut = sampling["top_k"] > 0 or sampling["top_p"] < 1.0
         log_probs, _ = self.update.log_probs(
             self.packer.pack(sequences), (n, steps), generated.kept if cut else None

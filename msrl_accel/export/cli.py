@@ -6,7 +6,7 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,18 +272,25 @@ def summary(bundle: Bundle) -> str:
     return format_summary(f"Exported {config['algo']} on {config['env']}", rows)
 
 
+def describe_graph_parity(result: Mapping[str, Any]) -> str:
+    """How closely the graph of a language model agreed with training, in a few words."""
+    if result["problems"]:
+        return f"DIFFERS: {'; '.join(result['problems'])}"
+    equal = "bit-equal with" if result["bit_equal"] else f"within {result['max_difference']:.1e} of"
+    return (
+        f"tokens equal, log-probs {equal} generation, "
+        f"within {result['training']['max']:.1e} of training"
+    )
+
+
 def language_model_summary(bundle: LanguageModelBundle) -> str:
     """As `summary`, of a language model."""
     config, results = bundle.manifest["config"], bundle.manifest["parity"]["results"]
     rows: dict[str, Any] = {"bundle": str(bundle.path), "checkpoint": f"step {bundle.version:,}"}
     for shape in bundle.shapes:
         size = bundle.manifest["files"][shape.file]["size"]
-        r = results[shape.file]
-        verdict = "; ".join(r["problems"]) or (
-            f"tokens equal, log-probs within {r['max_difference']:.1e} of generation and "
-            f"{r['training']['max']:.1e} of training"
-        )
-        rows[f"batch {shape.rows}"] = f"{shape.file}, {size / 2**20:,.1f} MB, {verdict}"
+        verdict = describe_graph_parity(results[shape.file])
+        rows[shape.file] = f"{size / 2**20:,.1f} MB, {verdict}"
     rows["check it"] = f"msrl-check {shlex.quote(str(bundle.path))}"
     rows["ask it"] = (
         "from msrl_accel.runtime.language_model import load_language_model\n"

@@ -12,8 +12,12 @@ from msrl_accel.export.lm_bundle import GraphShape
 from msrl_accel.lm.config import LMConfig
 from msrl_accel.lm.sampling import draw_noise
 
-CALLS = ("greedy", "sampled")
-"""The reference calls of every graph; neither ends a row early."""
+CALLS = ("greedy", "sampled", "hot")
+"""The reference calls of every graph; none ends a row early. The hot one is sampled too, at `HEAT`
+times the temperature: where a trained model is sure of its tokens, their log-probabilities hardly
+see a small change of its weights.
+"""
+HEAT = 3.0
 REFERENCE_SEED = 20_000
 
 Inputs = dict[str, np.ndarray]
@@ -115,10 +119,13 @@ def reference_inputs(
 
 def inputs_of(name: str, sampled: Inputs) -> Inputs:
     """Inputs of one of `CALLS`, given those of the sampled one."""
-    if name == "sampled":
-        return sampled
-    zeros = {key: np.zeros_like(sampled[key]) for key in ("noise_table", "noise_index")}
-    return {**sampled, **zeros}
+    if name == "greedy":
+        zeros = {key: np.zeros_like(sampled[key]) for key in ("noise_table", "noise_index")}
+        return {**sampled, **zeros}
+    if name == "hot":
+        hot = np.array(HEAT * sampled["temperature"], np.float32)
+        return {**sampled, "temperature": hot}
+    return sampled
 
 
 def record(shape: GraphShape, inputs: Inputs, graph: Callable[..., Any]) -> dict[str, np.ndarray]:
