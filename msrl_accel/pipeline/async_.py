@@ -30,6 +30,7 @@ from msrl_accel.pipeline.slots import (
     slot_layout,
     slot_numbers,
     slot_trajectories,
+    slot_version,
     take_columns,
 )
 from msrl_accel.pipeline.staleness import StalenessManager, lag_learning_rate
@@ -306,8 +307,9 @@ class AsyncTrainer(Trainer):
                     f"rollout: no trajectory was begun for {self._patience:g} s; "
                     f"{self.pool.describe()}"
                 )
-        # The same order in every run where the lag leaves no choice (max_staleness 0).
-        return sorted(slots, key=_worker_index)
+        # The oldest first: what is left over must not get older than the bound. Then by worker: the
+        # same order in every run where the lag leaves no choice (max_staleness 0).
+        return sorted(slots, key=lambda slot: (slot_version(slot), _worker_index(slot)))
 
     def _supervise(self) -> None:
         if time.monotonic() >= self.supervise_at:

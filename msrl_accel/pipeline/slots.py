@@ -72,6 +72,11 @@ def slot_numbers(slot: Slot) -> SlotNumbers:
     return SlotNumbers(*slot.arrays["numbers"].tolist())
 
 
+def slot_version(slot: Slot) -> int:
+    """Of its oldest step."""
+    return int(slot.arrays["versions"].min())
+
+
 def write_numbers(
     slot: Slot, numbers: SlotNumbers, episodes: list[tuple[float, float]]
 ) -> list[tuple[float, float]]:

@@ -165,8 +165,11 @@ def test_data_that_is_exhausted_ends_the_run_with_its_reason(tmp_path, capsys):
 
 
 def test_a_run_ends_cleanly_while_more_samples_wait_than_it_needs(tmp_path):
-    """Also NeMo-RL#2899: the last update takes a part of what there is."""
+    """Also NeMo-RL#2899: updates take a part of what there is; what is left gets no older than the
+    bound."""
     run = train_async(
-        tmp_path / "run", updates=2, pipeline__envs_per_worker=5, pipeline__queue_size=16
+        tmp_path / "run", updates=12, pipeline__envs_per_worker=7, pipeline__workers=1
     )
-    assert run.summary["steps"] == 2 * BATCH
+    assert run.summary["steps"] == 12 * BATCH
+    assert (run.metrics["staleness/lag_max"] <= 2).all()
+    assert (run.metrics["staleness/dropped"] == 0).all()

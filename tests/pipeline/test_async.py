@@ -19,6 +19,7 @@ from msrl_accel.config import resolve_config
 from msrl_accel.errors import CheckpointError, ConfigError
 from msrl_accel.evaluation import evaluate_run_policy
 from msrl_accel.pipeline.async_ import AsyncTrainer
+from msrl_accel.pipeline.slots import slot_version
 from msrl_accel.pipeline.stepping import check_config
 from msrl_accel.run import Run
 from msrl_accel.train import train
@@ -286,6 +287,21 @@ def test_a_signal_ends_the_run_within_seconds_and_saves(tmp_path, monkeypatch):
     assert run.summary == {}
     assert run.checkpoints.latest().step == run.metrics["step"][-1] == 2 * BATCH
     assert not any(Path(f"/proc/{pid}").exists() for pid in at["pids"])
+
+
+def test_the_oldest_slots_are_used_first_whoever_filled_them(tmp_path, monkeypatch):
+    """What is left of an update's last slot must not get older than the bound."""
+    used = []
+    take = AsyncTrainer._take
+
+    def note(self, slots):
+        used.append([(slot_version(s), s.producer) for s in slots])
+        return take(self, slots)
+
+    monkeypatch.setattr(AsyncTrainer, "_take", note)
+    train_async(tmp_path / "run", updates=12, pipeline__envs_per_worker=5)
+    assert any(len({producer for _, producer in slots}) == 2 for slots in used)
+    assert all(slots == sorted(slots) for slots in used)
 
 
 def config_of(algo="ppo", **overrides):
