@@ -13,7 +13,6 @@ from msrl_accel.runtime.base import ActResult, PolicyRuntime
 from msrl_accel.spaces import Observations
 from msrl_accel.trajectories import Trajectories
 
-
 _GATHER = 16
 """One in so many of the environments under way is waited for before the policy acts: a call costs
 about the same for one row as for several, and that many answer within a moment of each other."""
