@@ -14,6 +14,8 @@ import numpy as np
 from msrl_accel.files import PathLike, write_bytes_atomic
 
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9661f", "#4a4a4a"
+_TEXT_STEPS = "examples and completions"
+"""Steps of language models."""
 # Small panels, in order: title -> metric names, whole or after the last "/".
 _PANELS = {
     "Supervised loss": ("sft/loss",),
@@ -51,7 +53,10 @@ def plot_learning_curve(
         grid = figure.add_gridspec(2, len(panels), height_ratios=(2.2, 1.0))
         main = figure.add_subplot(grid[0, :])
         for column, (name, series) in enumerate(panels.items()):
-            _draw_panel(figure.add_subplot(grid[1, column]), name, series)
+            axes = figure.add_subplot(grid[1, column])
+            _draw_panel(axes, name, series)
+            if _of_text(metrics):
+                axes.set_xlabel(_TEXT_STEPS)
     else:
         main = figure.add_subplot()
     _draw_returns(main, metrics)
@@ -113,7 +118,7 @@ def _draw_returns(axes: Any, metrics: Mapping[str, np.ndarray]) -> None:
     axes.set_ylabel("reward" if _of_text(metrics) else "episode return")
     _style(axes)
     if _of_text(metrics):
-        axes.set_xlabel("examples and completions")
+        axes.set_xlabel(_TEXT_STEPS)
 
 
 def _of_text(metrics: Mapping[str, np.ndarray]) -> bool:
@@ -191,7 +196,9 @@ def _beside(metrics: Mapping[str, np.ndarray], name: str, other: str) -> np.ndar
 def _present_panels(
     metrics: Mapping[str, np.ndarray],
 ) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    by_tail = {name.rsplit("/", 1)[-1]: name for name in metrics}
+    # parity/kl is between two graphs of one policy: nothing that training moves.
+    names = [name for name in metrics if not name.startswith("parity/")]
+    by_tail = {name.rsplit("/", 1)[-1]: name for name in names}
     by_tail.update({name: name for name in metrics})
     panels = {}
     for title, tails in _PANELS.items():

@@ -78,6 +78,17 @@ def test_panels_appear_for_what_was_logged():
     }
 
 
+def test_panels_of_language_models_are_over_completions_and_leave_parity_out():
+    noise = np.random.default_rng(0).random(20)
+    logged = {"rollout/accuracy": noise, "parity/kl": noise, "grpo/kl": noise + 1}
+    axes = axes_of(plot_learning_curve(metrics_of(**logged), title="t"))
+    assert {a.get_xlabel() for a in axes.values()} == {"examples and completions"}
+    (line,) = axes["KL divergence"].get_lines()
+    np.testing.assert_array_equal(line.get_ydata(), noise + 1)
+    logged = {"rollout/accuracy": noise, "parity/kl": noise}
+    assert set(axes_of(plot_learning_curve(metrics_of(**logged), title="t"))) == {"t"}
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_short_runs_are_drawn(tmp_path, rows):
     assert plot_learning_curve(metrics_of(rows), tmp_path / "short.png").exists()
