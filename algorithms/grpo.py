@@ -244,7 +244,8 @@ class GRPO(LanguageModelAlgorithm):
         has_advantage = (advantage[rows] != 0).any(axis=1)
         if self.settings.kl_in_loss or not has_advantage.any():
             return rows
-        return rows[has_advantage]
+        chosen: np.ndarray = rows[has_advantage]
+        return chosen
 
     def _parts(self, rollout: Rollout, rng: np.random.Generator) -> Iterator[np.ndarray]:
         """Rows of each optimiser step: whole groups, in another order each epoch."""
