@@ -28,7 +28,7 @@ from msrl_accel.train import main
 
 no_curves = run_helpers.no_curves
 EVEN, SOMETIMES = "small_rewards:even", "small_rewards:sometimes"
-ALWAYS = "small_rewards:always"
+ALWAYS, RIGHT = "small_rewards:always", "small_rewards:right"
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,16 @@ def test_supervised_training_learns_and_packs(model, tmp_path):
     rows = metrics_rows(run_dir)
     assert rows[-1]["sft/loss"] < 0.75 * rows[0]["sft/loss"]
     assert json.loads((run_dir / "summary.json").read_text())["algo"] == "sft"
+
+
+@pytest.mark.slow
+def test_a_warm_start_ends_at_the_accuracy_asked_for(model, tmp_path):
+    values = {"warm_start_examples": 60, "warm_start_batch_size": 4, "rewards": RIGHT}
+    values.update(warm_start_accuracy=1.0, scoring_workers=1)
+    assert main(grpo(model, tmp_path / "run", steps=62, **values)) == 0
+    rows = metrics_rows(tmp_path / "run")
+    assert rows[0]["sft/accuracy"] == 1.0
+    assert [row["step"] for row in rows] == [40, 52, 64]
 
 
 # What may go wrong
