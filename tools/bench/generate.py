@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,43 @@ def check_agreement(size: str, turns: Mapping[str, Sequence[Mapping[str, Any]]])
         raise BenchmarkError(f"{size}: the contestants choose different tokens: {answers}")
 
 
+def rounds(
+    args: argparse.Namespace,
+    script: str,
+    contestants: Mapping[str, Contestant],
+    write: Callable[[Path, str], None],
+    options: Sequence[str],
+    describe: Callable[[Mapping[str, Any]], str],
+) -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """Let contestants take turns at each of `--sizes`; gives size and turns after every round.
+
+    Args:
+        script: run with `options` for each turn, on a folder that `write` has filled for the size.
+        describe: what a turn found, in a few words.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in args.sizes:
+            folder = Path(scratch) / size
+            write(folder, size)
+            common = ["--folder", str(folder), "--sizes", size, "--threads", str(args.threads)]
+            by: dict[str, list[Any]] = {name: [] for name in contestants}
+            for round_ in range(args.rounds):
+                for name, contestant in contestants.items():
+                    python = args.peer_python if contestant.peer else sys.executable
+                    turn = run_child(python, script, ["--contestant", name, *common, *options])
+                    by[name].append(turn)
+                    print(
+                        f"{size}, round {round_ + 1}: {contestant.label}: {describe(turn)}",
+                        flush=True,
+                    )
+                yield size, by
+
+
+def describe(turn: Mapping[str, Any]) -> str:
+    """The speed of one turn."""
+    return "tokens/s " + ", ".join(f"{b}: {turn[str(b)]:,.0f}" for b in BATCHES)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.contestant is not None:
@@ -209,25 +246,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     facts = begin(args, ["transformers", "torch", "numpy"])
     contestants = present(CONTESTANTS, args.peer_python)
+    options = ["--calls", str(args.calls), "--new-tokens", str(args.new_tokens)]
     turns: dict[str, dict[str, list[Any]]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for size in args.sizes:
-            folder = Path(scratch) / size
-            write_model(folder, size)
-            options = ["--folder", str(folder), "--sizes", size, "--calls", str(args.calls)]
-            options += ["--new-tokens", str(args.new_tokens), "--threads", str(args.threads)]
-            by = turns.setdefault(size, {name: [] for name in contestants})
-            for round_ in range(args.rounds):
-                for name, contestant in contestants.items():
-                    python = args.peer_python if contestant.peer else sys.executable
-                    turn = run_child(python, __file__, ["--contestant", name, *options])
-                    by[name].append(turn)
-                    speeds = ", ".join(f"{b}: {turn[str(b)]:,.0f}" for b in BATCHES)
-                    print(
-                        f"{size}, round {round_ + 1}: {contestant.label}: tokens/s {speeds}",
-                        flush=True,
-                    )
-                check_agreement(size, by)
+    for size, by in rounds(args, __file__, contestants, write_model, options, describe):
+        check_agreement(size, by)
+        turns[size] = by
     print(f"\n{report(turns)}")
     finish(args, facts, turns)
 

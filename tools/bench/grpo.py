@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -36,10 +35,9 @@ from _report import (
     median_and_range,
     positive_int,
     present,
-    run_child,
     table,
 )
-from generate import SIZES, write_model
+from generate import SIZES, rounds, write_model
 
 PROMPTS, GROUP = 8, 8
 PROMPT, COMPLETION = 32, 32
@@ -224,6 +222,11 @@ def report(turns: Turns) -> str:
     return text
 
 
+def describe(turn: Mapping[str, Any]) -> str:
+    """The time of one turn."""
+    return f"{turn['seconds']:.3f} s"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.contestant is not None:
@@ -231,23 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     facts = begin(args, ["trl", "transformers", "torch", "numpy"])
     contestants = present(CONTESTANTS, args.peer_python)
-    turns: dict[str, dict[str, list[Any]]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for size in args.sizes:
-            folder = Path(scratch) / size
-            write_task(folder, size)
-            options = ["--folder", str(folder), "--iterations", str(args.iterations)]
-            options += ["--threads", str(args.threads)]
-            by = turns.setdefault(size, {name: [] for name in contestants})
-            for round_ in range(args.rounds):
-                for name, contestant in contestants.items():
-                    python = args.peer_python if contestant.peer else sys.executable
-                    turn = run_child(python, __file__, ["--contestant", name, *options])
-                    by[name].append(turn)
-                    print(
-                        f"{size}, round {round_ + 1}: {contestant.label}: {turn['seconds']:.3f} s",
-                        flush=True,
-                    )
+    options = ["--iterations", str(args.iterations)]
+    turns = dict(rounds(args, __file__, contestants, write_task, options, describe))
     print(f"\n{report(turns)}")
     finish(args, facts, turns)
 
