@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from gymnasium import spaces
-from policy_helpers import ACTION_SPACES, VECTOR, options, spec_of
+from policy_helpers import ACTION_SPACES, VECTOR, decided_arrays, options, spec_of
 
 from msrl_accel.config import resolve_config
 
@@ -42,11 +42,7 @@ def make_policy(kind, scale=1):
         options(hidden_sizes=(16, 16), normalize_observations=normalize),
         0,
     )
-    rng = np.random.default_rng(5)
-    arrays = policy.arrays()
-    for name, value in arrays.items():
-        if name.startswith(("actor", "critic", "log_std")) or name.endswith("bias"):
-            arrays[name] = rng.normal(0, 0.3, value.shape).astype(np.float32)
+    arrays = decided_arrays(policy, np.random.default_rng(5), 0.3)
     policy.load_arrays({k: scale * v for k, v in arrays.items()} if scale != 1 else arrays)
     if normalize:
         policy.set_normalizer("observation", np.array([3.0, -1.0, 0.1]), np.array([4.0, 0.1, 9.0]))

@@ -35,6 +35,15 @@ def options(**values):
     return PolicyConfig(**{"hidden_sizes": (8,), **values})
 
 
+def decided_arrays(policy, rng, spread):
+    """Weights whose heads and biases are as large as after training: decided logits and means."""
+    arrays = policy.arrays()
+    for name, value in arrays.items():
+        if name.startswith(("actor", "critic", "log_std")) or name.endswith("bias"):
+            arrays[name] = rng.normal(0, spread, value.shape).astype(np.float32)
+    return arrays
+
+
 def numerical_gradient(function, x, step=1e-5):
     """Central differences of a scalar function at float64 `x`, changed one entry at a time."""
     x = np.array(x, np.float64)

@@ -7,7 +7,7 @@ import pytest
 from gymnasium import spaces
 from mindspore import Tensor, nn, ops
 from numpy_sac import NumpySAC
-from policy_helpers import count_compilations, numerical_gradient
+from policy_helpers import count_compilations, decided_arrays, numerical_gradient
 
 from msrl_accel.algorithms.sac import SAC, ActorLoss, SquaredErrors, sac_metrics
 from msrl_accel.config import resolve_config
@@ -43,11 +43,7 @@ def make_sac(steps=1, action_space=ACTION, observation_space=OBSERVATION, **valu
     )
     sac = SAC(config, PolicySpec.from_spaces(observation_space, action_space))
     # Heads and biases as after training: decided actions, on both sides of the bounds of log_std.
-    rng = np.random.default_rng(1)
-    arrays = sac.policy.arrays()
-    for name, value in arrays.items():
-        if name.startswith("actor") or name.endswith("bias"):
-            arrays[name] = rng.normal(0, 0.5, value.shape).astype(np.float32)
+    arrays = decided_arrays(sac.policy, np.random.default_rng(1), 0.5)
     arrays["actor.bias"][-1] = 2.0
     sac.policy.load_arrays(arrays)
     return sac

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gymnasium import spaces
+from policy_helpers import decided_arrays
 
 from msrl_accel.algorithms.sac import SAC
 from msrl_accel.config import resolve_config
@@ -33,17 +34,12 @@ CASES = {
 
 
 def sac_bundle(folder, case, with_critic=False):
-    """A bundle of a policy with decided actions, on both sides of the bounds of log_std."""
+    """A bundle of a policy with decided actions."""
     observation, action, values = CASES[case]
     overrides = {"policy.hidden_sizes": (16, 16), **values}
     config = resolve_config("sac", "Test-v0", tuned=False, seed=4, **overrides)
     sac = SAC(config, PolicySpec.from_spaces(observation, action))
-    rng = np.random.default_rng(1)
-    arrays = sac.policy.arrays()
-    for name, value in arrays.items():
-        if name.startswith("actor") or name.endswith("bias"):
-            arrays[name] = rng.normal(0, 0.5, value.shape).astype(np.float32)
-    sac.policy.load_arrays(arrays)
+    sac.policy.load_arrays(decided_arrays(sac.policy, np.random.default_rng(1), 0.5))
     policy = SAC.with_critic(config, sac.policy, sac.state()) if with_critic else sac.policy
     folder.mkdir()
     write_bundle(policy, folder, version=1, config=config.to_dict())
