@@ -97,7 +97,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
             self.staleness.withdraw()  # what was trained on: nothing
         self.queue.admit_again()
         # Of all tokens it is the policy that has moved on, not two computations that disagree.
-        drift = {k: metrics.pop(f"parity/{k}") for k in ("max", "mean", "kl") if _has(metrics, k)}
+        names = [name for name in ("max", "mean", "kl") if f"parity/{name}" in metrics]
+        drift = {name: metrics.pop(f"parity/{name}") for name in names}
         return {
             **metrics,
             **{f"staleness/log_prob_{name}": value for name, value in drift.items()},
@@ -252,7 +253,3 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def close(self) -> None:
         self.stack.close()
         super().close()
-
-
-def _has(metrics: dict[str, float], name: str) -> bool:
-    return f"parity/{name}" in metrics

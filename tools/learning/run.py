@@ -62,15 +62,8 @@ def run(task: Task, seed: int, out: Path) -> dict[str, Any]:
     run_dir = out / f"{name}-{task.env}-seed{seed}"
     if not (run_dir / "summary.json").exists():
         command = [sys.executable, "-m", "msrl_accel.train", "--algo", task.algo, "--env", task.env]
-        command += [
-            "--mode",
-            task.mode,
-            "--seed",
-            str(seed),
-            "--run-dir",
-            str(run_dir),
-            *task.extra,
-        ]
+        command += ["--mode", task.mode, "--seed", str(seed), "--run-dir", str(run_dir)]
+        command += task.extra
         if run_dir.exists():
             command = [sys.executable, "-m", "msrl_accel.train", "--resume", str(run_dir)]
         subprocess.run(command, check=True)
