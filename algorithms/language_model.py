@@ -13,7 +13,7 @@ from msrl_accel.learner import GradientWatch, schedule
 from msrl_accel.lm.adamw import AdamWOptions
 from msrl_accel.lm.losses import LossSettings
 from msrl_accel.lm.model import CausalLM
-from msrl_accel.lm.packing import Packer, attention_span
+from msrl_accel.lm.packing import Packer, attention_span, launch_cost
 from msrl_accel.lm.prompts import STYLES
 from msrl_accel.lm.update import LMUpdate
 
@@ -64,7 +64,7 @@ class LanguageModelConfig(Section):
     """Of AdamW, on matrices."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients of a larger norm are scaled down to it."""
-    token_budget: int = Field(2048, ge=1)
+    token_budget: int = Field(4096, ge=1)
     """Most tokens of a micro-batch, padding included: bounds memory and changes no result."""
     recompute: bool | None = Field(None)
     """Whether activations are computed again in the backward pass, for less memory; null: for large
@@ -144,7 +144,11 @@ class Learner:
     ) -> None:
         self.options = options
         self.base_rate = options.learning_rate if learning_rate is None else learning_rate
-        self.packer = Packer(options.token_budget, attention_span=attention_span(model.config))
+        self.packer = Packer(
+            options.token_budget,
+            attention_span=attention_span(model.config),
+            launch_cost=launch_cost(model.config),
+        )
         self.update = LMUpdate(
             model,
             loss,

@@ -62,14 +62,11 @@ class GenerationGraph(nn.Cell):
     def prefill(self, prompts: Tensor, lengths: Tensor, prompt_index: Tensor) -> Tensor:
         """Fill the cache; hidden states [H, N] of the last prompt tokens, before the final norm."""
         model, weights = self.model, self.model.weights
-        rows, length = prompts.shape
         segments = ops.cast(self.slots < lengths.reshape((-1, 1)), mstype.int32) - 1
-        cos = ops.gather(model.cos, self.places, 0).reshape((rows, 1, length, -1))
-        sin = ops.gather(model.sin, self.places, 0).reshape((rows, 1, length, -1))
-        bias = model.attention_bias(segments, None)
+        tables = model.tables(self.places, segments, None)
         x = ops.gather(weights[0], prompts.reshape((-1,)), 0)
         for layer in range(self.config.n_layers):
-            x, keys, values = model.block(x, model.layer_weights(weights, layer), cos, sin, bias)
+            x, keys, values = model.block(x, model.layer_weights(weights, layer), tables)
             self.decoder.start_layer(layer, keys, values, prompt_index)
         last = ops.gather(x, self.row_starts + lengths - 1, 0)
         return ops.transpose(ops.gather(last, prompt_index, 0), (1, 0))

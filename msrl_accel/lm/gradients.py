@@ -17,7 +17,9 @@ from typing import NamedTuple, Union
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from msrl_accel.lm.losses import TokenInputs
 from msrl_accel.lm.model import CausalLM
+from msrl_accel.lm.packing import NO_PROMPTS
 from msrl_accel.networks import Weights
 
 Sums = list[Union[Tensor, np.ndarray]]
@@ -30,12 +32,23 @@ class BatchTensors(NamedTuple):
     tokens: Tensor
     positions: Tensor
     segments: Tensor
-    prefixes: Tensor
+    prompts: Tensor
+    prompt_index: Tensor
+    prompt_lengths: Tensor
     sources: Tensor
     targets: Tensor
     temperature: Tensor
     kept: Tensor
     """[K, n] int32: what top-k or top-p sampling kept; not read unless `restricted`."""
+
+
+N_BATCH = len(BatchTensors._fields)
+N_INPUTS = len(TokenInputs._fields)
+
+
+def shared_prompts(prompts: Tensor, *of_rows: Tensor) -> tuple[Tensor, ...] | None:
+    """The argument `shared` of `CausalLM.forward`; None where no prompt is shared."""
+    return None if prompts.shape == NO_PROMPTS else (prompts, *of_rows)
 
 
 class BackwardResult(NamedTuple):
@@ -56,14 +69,16 @@ class Forward(nn.Cell):
         self.model, self.restricted = model, restricted
 
     def log_probs(self, weights, batch):  # type: ignore[no-untyped-def]
-        tokens, positions, segments, prefixes, sources, targets, temperature, kept = batch
-        hidden = self.model.forward(weights, tokens, positions, segments, prefixes)
+        tokens, positions, segments = batch[:3]
+        sources, targets, temperature, kept = batch[6:]
+        shared = shared_prompts(*batch[3:6])
+        hidden = self.model.forward(weights, tokens, positions, segments, shared)
         if not self.restricted:
             kept = None
         return self.model.target_log_probs(weights, hidden, sources, targets, temperature, kept)
 
     def construct(self, *arguments):  # type: ignore[no-untyped-def]
-        return self.log_probs(arguments[8:], arguments[:8])
+        return self.log_probs(arguments[N_BATCH:], arguments[:N_BATCH])
 
 
 class Backward(Forward):
@@ -83,8 +98,10 @@ class Backward(Forward):
         return self.loss(log_prob, *inputs), log_prob, ops.stop_gradient(entropy)
 
     def construct(self, *arguments):  # type: ignore[no-untyped-def]
-        weights, sums = arguments[14 : 14 + self.n], arguments[14 + self.n :]
-        results, gradients = self.gradient(weights, arguments[:8], arguments[8:14])
+        batch, inputs = arguments[:N_BATCH], arguments[N_BATCH : N_BATCH + N_INPUTS]
+        start = N_BATCH + N_INPUTS
+        weights, sums = arguments[start : start + self.n], arguments[start + self.n :]
+        results, gradients = self.gradient(weights, batch, inputs)
         if not self.has_sums:
             return (*results, *gradients)
         total: Weights = ()
@@ -135,37 +152,34 @@ class WholeModel:
 
 
 class Tables(nn.Cell):
-    """construct(tokens, positions, segments, prefixes, embedding) -> embedded tokens [B * T, H];
-    and what all layers need: cosines and sines [B, 1, T, head_dim / 2], attention bias.
+    """construct(the first six of `BatchTensors`, embedding) -> embedded tokens [N, H], and what
+    all layers need.
     """
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__(auto_prefix=False)
         self.model = model
 
-    def construct(self, tokens, positions, segments, prefixes, embedding):  # type: ignore[no-untyped-def]
-        rows, length = tokens.shape
-        return (
-            ops.gather(embedding, tokens.reshape((-1,)), 0),
-            ops.gather(self.model.cos, positions, 0).reshape((rows, 1, length, -1)),
-            ops.gather(self.model.sin, positions, 0).reshape((rows, 1, length, -1)),
-            self.model.attention_bias(segments, prefixes),
-        )
+    def construct(self, tokens, positions, segments, *prompts_and_embedding):  # type: ignore[no-untyped-def]
+        shared = shared_prompts(*prompts_and_embedding[:3])
+        x = self.model.embedded(prompts_and_embedding[3], tokens, shared)
+        return (x, *self.model.tables(positions, segments, shared))
 
 
 class Layer(nn.Cell):
-    """construct(x, cos, sin, bias, *weights of the layer) -> x of the next."""
+    """construct(x, *weights of the layer, *tables) -> x of the next."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__(auto_prefix=False)
         self.block = model.block
+        self.n = model.per_layer
 
-    def construct(self, x, cos, sin, bias, *weights):  # type: ignore[no-untyped-def]
-        return self.block(x, weights, cos, sin, bias)[0]
+    def construct(self, x, *arguments):  # type: ignore[no-untyped-def]
+        return self.block(x, arguments[: self.n], arguments[self.n :])[0]
 
 
 class LayerBackward(nn.Cell):
-    """construct(dout, x, cos, sin, bias, *weights of the layer) -> dx, *gradients of the weights.
+    """construct(dout, x, *weights of the layer, *tables) -> dx, *gradients of the weights.
 
     The layer's activations are computed again.
     """
@@ -173,19 +187,21 @@ class LayerBackward(nn.Cell):
     def __init__(self, model: CausalLM) -> None:
         super().__init__(auto_prefix=False)
         self.block = model.block
+        self.n = model.per_layer
         self.gradient = ops.grad(self.product, (0, 1))
 
-    def product(self, x, weights, cos, sin, bias, dout):  # type: ignore[no-untyped-def]
+    def product(self, x, weights, tables, dout):  # type: ignore[no-untyped-def]
         """A scalar whose gradients are those of the layer times `dout`."""
-        return (self.block(x, weights, cos, sin, bias)[0] * dout).sum()
+        return (self.block(x, weights, tables)[0] * dout).sum()
 
-    def construct(self, dout, x, cos, sin, bias, *weights):  # type: ignore[no-untyped-def]
-        dx, gradients = self.gradient(x, weights, cos, sin, bias, dout)
+    def construct(self, dout, x, *arguments):  # type: ignore[no-untyped-def]
+        weights, tables = arguments[: self.n], arguments[self.n :]
+        dx, gradients = self.gradient(x, weights, tables, dout)
         return (dx, *gradients)
 
 
 class Head(nn.Cell):
-    """construct(x [B * T, H], final norm, projection, sources, targets, temperature, kept) ->
+    """construct(x [N, H], final norm, projection, sources, targets, temperature, kept) ->
     log-probability [K], entropy [K].
     """
 
@@ -223,14 +239,17 @@ class HeadBackward(Head):
 
 
 class EmbeddingBackward(nn.Cell):
-    """construct(tokens [B, T], dx [B * T, H]) -> gradient of the embedding [V, H]."""
+    """construct(prompts, tokens, dx [N, H]) -> gradient of the embedding [V, H]."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__(auto_prefix=False)
         self.vocab_size = model.config.vocab_size
 
-    def construct(self, tokens, dx):  # type: ignore[no-untyped-def]
-        return ops.unsorted_segment_sum(dx, tokens.reshape((-1,)), self.vocab_size)
+    def construct(self, prompts, tokens, dx):  # type: ignore[no-untyped-def]
+        flat = tokens.reshape((-1,))
+        if prompts.shape != NO_PROMPTS:
+            flat = ops.concat((prompts.reshape((-1,)), flat))
+        return ops.unsorted_segment_sum(dx, flat, self.vocab_size)
 
 
 class LayerByLayer:
@@ -253,11 +272,11 @@ class LayerByLayer:
         self, weights: Weights, batch: BatchTensors, restricted: bool
     ) -> tuple[Tensor, Tensor]:
         """As `WholeModel.log_probs`."""
-        x, *tables = self.tables(*batch[:4], weights[0])
+        x, *tables = self.tables(*batch[:6], weights[0])
         for i in range(self.n_layers):
-            x = self.layer(x, *tables, *self.model.layer_weights(weights, i))
+            x = self.layer(x, *self.model.layer_weights(weights, i), *tables)
         result: tuple[Tensor, Tensor] = self.head[restricted](
-            x, weights[self.norm], weights[self.projection], *batch[4:]
+            x, weights[self.norm], weights[self.projection], *batch[6:]
         )
         return result
 
@@ -279,21 +298,21 @@ class LayerByLayer:
             else:
                 total[index] = array
 
-        x, *tables = self.tables(*batch[:4], weights[0])
+        x, *tables = self.tables(*batch[:6], weights[0])
         layer_inputs = []
         for i in range(self.n_layers):
             layer_inputs.append(x)
-            x = self.layer(x, *tables, *self.model.layer_weights(weights, i))
+            x = self.layer(x, *self.model.layer_weights(weights, i), *tables)
         loss, log_prob, entropy, dx, dnorm, dprojection = self.head_backward[restricted](
-            x, weights[self.norm], weights[self.projection], *batch[4:], *inputs
+            x, weights[self.norm], weights[self.projection], *batch[6:], *inputs
         )
         add(self.norm, dnorm)
         add(self.projection, dprojection)
         for i in reversed(range(self.n_layers)):
             dx, *gradients = self.layer_backward(
-                dx, layer_inputs.pop(), *tables, *self.model.layer_weights(weights, i)
+                dx, layer_inputs.pop(), *self.model.layer_weights(weights, i), *tables
             )
             for j, gradient in enumerate(gradients):
                 add(1 + i * self.model.per_layer + j, gradient)
-        add(0, self.embedding_backward(batch.tokens, dx))
+        add(0, self.embedding_backward(batch.prompts, batch.tokens, dx))
         return BackwardResult(loss, log_prob, entropy), [total[i] for i in range(len(weights))]

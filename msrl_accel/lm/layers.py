@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from msrl_accel.lm.config import LMConfig
-from msrl_accel.lm.operators import Attention, RMSNorm, Rotate, SwiGLU
+from msrl_accel.lm.operators import Attention, Cut, RMSNorm, Rotate, SwiGLU
 from msrl_accel.networks import Dense, Weights
 
 MASKED = -1e30
@@ -18,19 +18,23 @@ MASKED = -1e30
 
 
 class Block(nn.Cell):
-    """One decoder layer on [B, T] tokens; holds no weights, so that all layers share it."""
+    """One decoder layer; holds no weights, so that all layers share it.
+
+    Tokens are rows [R, T], and before them prompts [M, P] that rows continue: a prompt is computed
+    once, however many rows see its keys and values.
+    """
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
         self.qkv_bias, self.qk_norm = config.qkv_bias, config.qk_norm
         self.order = layer_order(config)
         self.norm = RMSNorm(config.rms_norm_eps)
         self.linear = ops.MatMul(transpose_b=True)
         self.dense = Dense()
         self.rotate = Rotate()
+        self.cut = Cut()
         self.attention = Attention()
         self.swiglu = SwiGLU()
 
@@ -40,47 +44,85 @@ class Block(nn.Cell):
             return self.dense(x, weight, weights[self.order[f"{name}.bias"]])
         return self.linear(x, weight)
 
-    def heads(self, x: Tensor, weights: Weights, name: str, rows: int) -> Tensor:
-        """Projection to [B, heads, T, head_dim], normalised where the architecture does so."""
+    def vectors(self, x: Tensor, weights: Weights, name: str) -> Tensor:
+        """Projection to [N, heads, head_dim], normalised where the architecture does so."""
         y = self.project(x, weights, f"self_attn.{name}_proj")
-        if self.qk_norm and name != "v":
+        if self.qk_norm:
             y = self.norm(
                 y.reshape((-1, self.head_dim)), weights[self.order[f"self_attn.{name}_norm.weight"]]
             )
-        n = self.n_heads if name == "q" else self.n_kv_heads
-        return ops.transpose(y.reshape((rows, -1, n, self.head_dim)), (0, 2, 1, 3))
+        return y.reshape((x.shape[0], -1, self.head_dim))
+
+    def by_head(self, x: Tensor, rows: int) -> Tensor:
+        """[B * T, heads, head_dim] -> [B, heads, T, head_dim]"""
+        x = x.reshape((rows, -1, x.shape[1], self.head_dim))
+        return ops.transpose(x, (0, 2, 1, 3))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        """Attention [B * T, n_heads * head_dim] of q [B * T, n_heads, head_dim].
+
+        k and v are [B, kv, S, head_dim], bias [B * kv, group * T, S]. The queries that share a key
+        head are rows of one product: keys are never repeated.
+        """
+        rows, _, seen, d = k.shape
+        kv = rows * self.n_kv_heads
+        y = self.attention(
+            self.by_head(q, rows).reshape((kv, -1, d)),
+            k.reshape((kv, seen, d)),
+            v.reshape((kv, seen, d)),
+            bias,
+        )
+        y = ops.transpose(y.reshape((rows, self.n_heads, -1, d)), (0, 2, 1, 3))
+        return y.reshape((-1, self.n_heads * d))
 
     def attend(
-        self, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, bias: Tensor
+        self, x: Tensor, weights: Weights, tables: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B * T, H] normed -> [B * T, n_heads * head_dim], keys, values [B, kv, T, head_dim].
+        """x [N, H] normed -> [N, n_heads * head_dim], keys and values of the rows."""
+        q_cos, q_sin, k_cos, k_sin, bias = tables[:5]
+        q = self.rotate(self.vectors(x, weights, "q"), q_cos, q_sin)
+        k = self.rotate(self.vectors(x, weights, "k"), k_cos, k_sin)
+        v = self.project(x, weights, "self_attn.v_proj").reshape(k.shape)
+        kv, group = self.n_kv_heads, self.n_heads // self.n_kv_heads
+        rows = bias.shape[0] // kv
+        if len(tables) == 5:
+            k, v = self.by_head(k, rows), self.by_head(v, rows)
+            return self.mix(q, k, v, bias), k, v
+        prompt_bias, prompt_index = tables[5:]
+        n_prompts = prompt_bias.shape[0] // kv
+        places = rows * (bias.shape[1] // group)
+        prompt_q, q = self.cut(q, places)
+        prompt_k, k = self.cut(k, places)
+        prompt_v, v = self.cut(v, places)
+        prompt_k = self.by_head(prompt_k, n_prompts)
+        prompt_v = self.by_head(prompt_v, n_prompts)
+        k = self.behind(prompt_k, prompt_index, self.by_head(k, rows))
+        v = self.behind(prompt_v, prompt_index, self.by_head(v, rows))
+        mixed = (self.mix(prompt_q, prompt_k, prompt_v, prompt_bias), self.mix(q, k, v, bias))
+        return ops.concat(mixed), k, v
 
-        The queries that share a key head are rows of one product: keys are never repeated.
-        bias: [B * kv, group * T, T].
+    def behind(self, shared: Tensor, prompt_index: Tensor, own: Tensor) -> Tensor:
+        """Keys or values [R, kv, P + T, head_dim]: each row's own behind its prompt's.
+
+        shared: [M, kv, P, head_dim]; own: [R, kv, T, head_dim].
         """
-        rows, tokens = cos.shape[0], cos.shape[2]
-        kv, d = rows * self.n_kv_heads, self.head_dim
-        # The scale of the scores is in the queries' table: cos and sin are the same in all layers.
-        q_cos = ops.tile(cos * self.scale, (1, self.n_heads, 1, 1))
-        q_sin = ops.tile(sin * self.scale, (1, self.n_heads, 1, 1))
-        k_cos = ops.tile(cos, (1, self.n_kv_heads, 1, 1))
-        k_sin = ops.tile(sin, (1, self.n_kv_heads, 1, 1))
-        q = self.rotate(self.heads(x, weights, "q", rows), q_cos, q_sin)
-        k = self.rotate(self.heads(x, weights, "k", rows), k_cos, k_sin)
-        v = self.heads(x, weights, "v", rows)
-        y = self.attention(
-            q.reshape((kv, -1, d)), k.reshape((kv, tokens, d)), v.reshape((kv, tokens, d)), bias
-        )
-        y = ops.transpose(y.reshape((rows, self.n_heads, tokens, d)), (0, 2, 1, 3))
-        return y.reshape((rows * tokens, self.n_heads * d)), k, v
+        kv, length, d = shared.shape[1:]
+        prompts = ops.gather(shared.reshape((-1, kv * length * d)), prompt_index, 0)
+        return ops.concat((prompts.reshape((-1, kv, length, d)), own), 2)
 
     def construct(
-        self, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, bias: Tensor
+        self, x: Tensor, weights: Weights, tables: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [B * T, H], and the keys and values it attended to."""
+        """Output [N, H], and the keys and values that the rows attended to.
+
+        Args:
+            x: [N, H], the tokens of the shared prompts, where there are any, before those of rows.
+            weights: of the layer.
+            tables: `CausalLM.tables`.
+        """
         order = self.order
         h = self.norm(x, weights[order["input_layernorm.weight"]])
-        h, k, v = self.attend(h, weights, cos, sin, bias)
+        h, k, v = self.attend(h, weights, tables)
         x = x + self.linear(h, weights[order["self_attn.o_proj.weight"]])
         h = self.norm(x, weights[order["post_attention_layernorm.weight"]])
         gate = self.linear(h, weights[order["mlp.gate_proj.weight"]])

@@ -25,7 +25,8 @@ class CausalLM(nn.Cell):
     and, where embeddings are not tied, `lm_head.weight`; names are those of Hugging Face.
 
     A row of tokens may hold several segments (packing): a token sees the tokens of its segment up
-    to itself. Positions count from 0 in each segment; segment -1 marks padding.
+    to itself, and the prompt that its row continues, where prompts are shared. Segment -1 marks
+    padding.
 
     Args:
         config: the model.
@@ -70,48 +71,86 @@ class CausalLM(nn.Cell):
         tokens: Tensor,
         positions: Tensor,
         segments: Tensor,
-        prefixes: Tensor | None = None,
+        shared: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, H] after the final norm.
+        """Hidden states [M * P + R * T, H] after the final norm, of shared prompts before rows'.
 
         Args:
-            tokens, positions, segments: [B, T] int32.
-            prefixes: [B, T] int32, segment that each token sees besides its own (completions that
-                share a prompt in the row); None: none.
+            tokens, positions, segments: [R, T] int32.
+            shared: prompts [M, P], and of each row the one it continues [R] and how many of that
+                one's tokens it sees [R]; all int32. None: rows hold all they see.
         """
         c = self.config
-        rows, length = tokens.shape
-        x = ops.gather(weights[0], tokens.reshape((-1,)), 0)
-        cos = ops.gather(self.cos, positions, 0).reshape((rows, 1, length, -1))
-        sin = ops.gather(self.sin, positions, 0).reshape((rows, 1, length, -1))
-        bias = self.attention_bias(segments, prefixes)
+        x = self.embedded(weights[0], tokens, shared)
+        tables = self.tables(positions, segments, shared)
         for layer in range(c.n_layers):
-            x, _, _ = self.block(x, self.layer_weights(weights, layer), cos, sin, bias)
-        final_norm = weights[1 + c.n_layers * self.per_layer]
-        return self.norm(x, final_norm).reshape((rows, length, c.hidden_size))
+            x, _, _ = self.block(x, self.layer_weights(weights, layer), tables)
+        return self.norm(x, weights[1 + c.n_layers * self.per_layer])
 
-    def attention_bias(self, segments: Tensor, prefixes: Tensor | None) -> Tensor:
-        """0 where a token (row) sees another (column), else MASKED: [B * kv, group * T, T].
+    def embedded(
+        self, embedding: Tensor, tokens: Tensor, shared: tuple[Tensor, ...] | None
+    ) -> Tensor:
+        """[M * P + R * T, H]"""
+        flat = tokens.reshape((-1,))
+        if shared is not None:
+            flat = ops.concat((shared[0].reshape((-1,)), flat))
+        return ops.gather(embedding, flat, 0)
 
-        Written out for every head: on CPU one broadcast costs more than all the additions.
+    def tables(
+        self, positions: Tensor, segments: Tensor, shared: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, ...]:
+        """What all layers need of the places of tokens.
+
+        Cosines and sines of queries, then of keys [N, heads, head_dim / 2], attention bias of rows
+        [R * kv, group * T, P + T]; where prompts are shared, their bias [M * kv, group * P, P] and
+        the prompt of each row [R]. Written out for every head: on CPU one broadcast costs more
+        than all the additions.
         """
         c = self.config
-        rows, length = segments.shape
-        columns = segments.reshape((rows, 1, length))
-        seen = segments.reshape((rows, length, 1)) == columns
-        if prefixes is not None:
-            seen = ops.logical_or(seen, prefixes.reshape((rows, length, 1)) == columns)
-        earlier = Tensor(np.tril(np.ones((1, length, length), np.bool_)))
-        seen = ops.logical_and(seen, earlier)
-        bias = ops.select(seen, Tensor(0.0, mstype.float32), Tensor(MASKED, mstype.float32))
-        bias = ops.tile(bias.reshape((rows, 1, length, length)), (1, c.n_heads, 1, 1))
-        return bias.reshape((rows * c.n_kv_heads, -1, length))
+        flat = positions.reshape((-1,))
+        if shared is not None:
+            n_prompts, length = shared[0].shape
+            places = np.tile(np.arange(length, dtype=np.int32), n_prompts)
+            flat = ops.concat((Tensor(places), flat))
+        cos = ops.gather(self.cos, flat, 0).reshape((flat.shape[0], 1, -1))
+        sin = ops.gather(self.sin, flat, 0).reshape((flat.shape[0], 1, -1))
+        # The scale of the scores is in the queries' turns.
+        scale = c.head_dim**-0.5
+        turns = (
+            ops.tile(cos * scale, (1, c.n_heads, 1)),
+            ops.tile(sin * scale, (1, c.n_heads, 1)),
+            ops.tile(cos, (1, c.n_kv_heads, 1)),
+            ops.tile(sin, (1, c.n_kv_heads, 1)),
+        )
+        seen = self.seen_in_row(segments)
+        if shared is None:
+            return (*turns, self.bias(seen))
+        prompts, prompt_index, prompt_lengths = shared
+        n_prompts, length = prompts.shape
+        rows, width = segments.shape
+        slots = Tensor(np.arange(length, dtype=np.int32).reshape((1, 1, -1)))
+        of_prompt = ops.tile(slots < prompt_lengths.reshape((rows, 1, 1)), (1, width, 1))
+        earlier = Tensor(np.tri(length, dtype=np.bool_)[None].repeat(n_prompts, 0))
+        return (
+            *turns,
+            self.bias(ops.concat((of_prompt, seen), 2)),
+            self.bias(earlier),
+            prompt_index,
+        )
 
-    def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> [..., V]"""
+    def seen_in_row(self, segments: Tensor) -> Tensor:
+        """Which tokens (columns) each token sees [R, T, T]: those of its segment up to itself."""
+        rows, length = segments.shape
+        same = segments.reshape((rows, length, 1)) == segments.reshape((rows, 1, length))
+        return ops.logical_and(same, Tensor(np.tri(length, dtype=np.bool_)[None]))
+
+    def bias(self, seen: Tensor) -> Tensor:
+        """seen [B, T, S] -> 0 or MASKED, for every head [B * kv, group * T, S]."""
         c = self.config
-        flat = self.linear(hidden.reshape((-1, c.hidden_size)), self.projection(weights))
-        return flat.reshape((*hidden.shape[:-1], c.vocab_size))
+        rows, length, columns = seen.shape
+        bias = ops.select(seen, Tensor(0.0, mstype.float32), Tensor(MASKED, mstype.float32))
+        bias = ops.tile(bias.reshape((rows, 1, length, columns)), (1, c.n_heads, 1, 1))
+        return bias.reshape((rows * c.n_kv_heads, -1, columns))
 
     def target_log_probs(
         self,
@@ -127,14 +166,14 @@ class CausalLM(nn.Cell):
         The vocabulary is projected on for these K only.
 
         Args:
-            hidden: [B, T, H], from `forward`.
-            sources: [K] int32, places b * T + t of the hidden states that predict.
+            hidden: [N, H], from `forward`.
+            sources: [K] int32, places of the hidden states that predict.
             targets: [K] int32, the tokens predicted.
             temperature: scalar above 0; logits are divided by it.
             kept: [K, n] int32, the tokens that top-k or top-p sampling kept when it drew the
                 target; unused places repeat one of them. None: the whole vocabulary.
         """
-        rows = ops.gather(hidden.reshape((-1, self.config.hidden_size)), sources, 0)
+        rows = ops.gather(hidden, sources, 0)
         projection = self.projection(weights)
         if kept is None:
             kept = no_kept(sources.shape[0])
@@ -179,7 +218,9 @@ class CausalLM(nn.Cell):
 
     def construct(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         """Logits [B, T, V] on the Cell's own weights."""
-        return self.logits(self.weights, self.forward(self.weights, tokens, positions, segments))
+        hidden = self.forward(self.weights, tokens, positions, segments)
+        logits = self.linear(hidden, self.projection(self.weights))
+        return logits.reshape((*tokens.shape, self.config.vocab_size))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Copies of every weight, by name."""

@@ -70,6 +70,19 @@ class Rotate(nn.Cell):
         return dx, ops.zeros_like(cos), ops.zeros_like(sin)
 
 
+class Cut(nn.Cell):
+    """construct(x [N, ...], n) -> all but the last n of x, the last n."""
+
+    def construct(self, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        first = x.shape[0] - n
+        rest = x.shape[1:]
+        zeros = (0,) * len(rest)
+        return ops.slice(x, (0, *zeros), (first, *rest)), ops.slice(x, (first, *zeros), (n, *rest))
+
+    def bprop(self, x, n, out, dout):  # type: ignore[no-untyped-def]
+        return ops.concat(dout), 0
+
+
 class SwiGLU(nn.Cell):
     """silu(gate) * up, with silu(x) = x sigmoid(x) (Shazeer 2020, arXiv:2002.05202)."""
 

@@ -1,16 +1,17 @@
 """Sequence packing: completions of any lengths -> micro-batches of a few fixed shapes.
 
-A row of a micro-batch holds several sequences one after the other. `segments` tells them apart and
-`positions` restart in each, so that none sees another. Completions of the same prompt share it: the
-prompt stands in the row once, and each completion sees itself and its prompt (`prefixes`).
+A row of a micro-batch holds several sequences one after the other. `segments` tells them apart, so
+that none sees another, and each has its own `positions`. Completions of one prompt may share it: it
+then stands outside of the rows, is computed once, and seen from every row that continues it.
 
 Only hidden states that predict a token with a loss are used: `sources` says where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 PADDING = -1
 """Segment of padding tokens, and slot of padding entries."""
-LAUNCH_COST = 32
-"""What a micro-batch costs besides its tokens, in tokens."""
+NO_PROMPTS = (1, 1)
+"""Shape of the prompts of a micro-batch in which none is shared; they are not computed."""
 
 
 class Sequences(NamedTuple):
@@ -40,19 +41,40 @@ class Sequences(NamedTuple):
     """Which tokens have a loss [N, L] (bool)."""
 
 
+class Shape(NamedTuple):
+    """Of a micro-batch."""
+
+    prompts: int
+    prompt_length: int
+    rows: int
+    length: int
+    predictions: int
+
+    @property
+    def tokens(self) -> int:
+        """In all of it, padding included."""
+        shared = 0 if self[:2] == NO_PROMPTS else self.prompts * self.prompt_length
+        return shared + self.rows * self.length
+
+
 class MicroBatch(NamedTuple):
-    """B rows of T tokens, of which K predictions have a loss."""
+    """R rows of T tokens, M prompts of P tokens, and K predictions with a loss."""
 
     tokens: np.ndarray
-    """[B, T] int32; 0 on padding."""
+    """[R, T] int32; 0 on padding."""
     positions: np.ndarray
-    """[B, T] int32: from 0 in a prompt, continued in its completions."""
+    """[R, T] int32: from 0 in a prompt, continued in its completions."""
     segments: np.ndarray
-    """[B, T] int32: number of the prompt or completion within the row, -1 on padding."""
-    prefixes: np.ndarray
-    """[B, T] int32: segment that a token sees besides its own: its prompt's."""
+    """[R, T] int32: number of the sequence within the row, -1 on padding."""
+    prompts: np.ndarray
+    """[M, P] int32: prompts in common; 0 on padding. Of shape NO_PROMPTS: rows hold their own."""
+    prompt_index: np.ndarray
+    """[R] int32: the prompt that all sequences of the row continue."""
+    prompt_lengths: np.ndarray
+    """[R] int32: tokens of that prompt; 0: none."""
     sources: np.ndarray
-    """[K] int32: index in B * T of the token whose hidden state predicts."""
+    """[K] int32: place of the token whose hidden state predicts, among M * P of prompts (but see
+    NO_PROMPTS) and R * T of rows."""
     targets: np.ndarray
     """[K] int32: token predicted; 0 on padding."""
     sequence: np.ndarray
@@ -61,9 +83,9 @@ class MicroBatch(NamedTuple):
     """[K] int64: index n * L + t of the token predicted in arrays [N, L]; -1 on padding."""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(B, T, K), what graphs are compiled for."""
-        return (*self.tokens.shape, len(self.sources))  # type: ignore[return-value]
+    def shape(self) -> Shape:
+        """What graphs are compiled for."""
+        return Shape(*self.prompts.shape, *self.tokens.shape, len(self.sources))
 
     def gather(self, array: np.ndarray) -> np.ndarray:
         """Entries [K, ...] of an array [N, L, ...]; 0 on padding."""
@@ -81,25 +103,41 @@ class MicroBatch(NamedTuple):
 def attention_span(config: LMConfig) -> int:
     """Length of a row at which attention costs about as much as the rest of the model.
 
-    A fit to times on CPU: a token costs its share of the matrix products and some operators on
-    vectors as long as the hidden and intermediate sizes, and for every token of its row, products
-    and operators on one score a head.
+    A fit to times on CPU: for every token of its row, a token takes products and operators on one
+    score a head.
     """
+    score = config.n_heads * (12 + 0.15 * config.head_dim)
+    return max(1, round(_token_cost(config) / score))
+
+
+def launch_cost(config: LMConfig) -> int:
+    """What a micro-batch costs besides its tokens, in tokens: about 4 ms a layer on CPU."""
+    return round(6e6 / _token_cost(config))
+
+
+def _token_cost(config: LMConfig) -> float:
+    """Of a token in a layer: a share of the matrix products, and operators on vectors as long as
+    the hidden and intermediate sizes."""
     hidden, heads = config.hidden_size, config.n_heads
     queries = heads * config.head_dim
     keys = config.n_kv_heads * config.head_dim
     products = hidden * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    token = products / 20 + 30 * hidden + 10 * config.intermediate_size
-    score = heads * (12 + 0.15 * config.head_dim)
-    return max(1, round(token / score))
+    return products / 20 + 30 * hidden + 10 * config.intermediate_size
 
 
-class _Item(NamedTuple):
-    """A prompt and completions of it that stand together in one row."""
+class _Row(NamedTuple):
+    """Completions that stand in one row, behind each other."""
 
-    prompt: int
+    prompt: int | None
+    """The one all of them continue, outside of the row; None: each has its own before it."""
     completions: list[int]
-    size: int
+
+
+class _Plan(NamedTuple):
+    """Rows, and micro-batches of `shape` that they are dealt to; its K is not known yet."""
+
+    shape: Shape
+    batches: list[list[_Row]]
 
 
 class Packer:
@@ -110,19 +148,27 @@ class Packer:
 
     Args:
         token_budget: the most tokens of a micro-batch, padding included.
-        share_prompts: completions in the same row share their prompt; else each repeats it.
+        share_prompts: compute a prompt once for its completions where that costs less; else each
+            repeats it.
         attention_span: as that function gives it for the model; short ones favour short rows.
+        launch_cost: likewise; large ones favour few micro-batches.
     """
 
     def __init__(
-        self, token_budget: int, *, share_prompts: bool = True, attention_span: int = 512
+        self,
+        token_budget: int,
+        *,
+        share_prompts: bool = True,
+        attention_span: int = 512,
+        launch_cost: int = 32,
     ) -> None:
         if token_budget < 1:
             raise LMError(f"token_budget = {token_budget}: must be at least 1")
         self.token_budget = token_budget
         self.share_prompts = share_prompts
         self.attention_span = attention_span
-        self.shapes: set[tuple[int, int, int]] = set()
+        self.launch_cost = launch_cost
+        self.shapes: set[Shape] = set()
 
     def pack(self, sequences: Sequences, rows: Iterable[int] | None = None) -> list[MicroBatch]:
         """Micro-batches that hold every completion once.
@@ -138,20 +184,16 @@ class Packer:
         if not chosen.size:
             return []
         longest = self._check(sequences, chosen)
-        plans = [self._plan(sequences, chosen, t) for t in self._row_lengths(longest)]
-        _, height, width, bins = min(
-            (self._cost(len(bins), b, t), b, t, bins)
-            for t, bins in plans
-            for b in self._heights(t, len(bins))
-        )
-        return self._fill(sequences, bins, height, width)
+        plans = [*self._whole(sequences, chosen, longest), *self._shared(sequences, chosen)]
+        plan = min(plans, key=self._cost)
+        return self._fill(sequences, plan)
 
     def state(self) -> list[list[int]]:
         """Shapes used so far: with them, a resumed run packs as the first would have."""
         return [list(shape) for shape in sorted(self.shapes)]
 
     def restore(self, state: Sequence[Sequence[int]]) -> None:
-        self.shapes = {(int(b), int(t), int(k)) for b, t, k in state}
+        self.shapes = {Shape(*map(int, shape)) for shape in state}
 
     def _check(self, s: Sequences, chosen: np.ndarray) -> int:
         """Length of the longest sequence."""
@@ -171,144 +213,170 @@ class Packer:
             )
         return int(total[worst])
 
-    def _row_lengths(self, longest: int) -> list[int]:
-        """Lengths of rows to try: 2^i and 3 * 2^i from the longest sequence to the budget."""
-        buckets = sorted(f << i for i in range(3, 24) for f in (1, 3))
-        fitting = [b for b in buckets if longest <= b < self.token_budget]
-        return [*fitting[:6], self.token_budget] if len(fitting) < 6 else fitting[:6]
+    def _cost(self, plan: _Plan) -> float:
+        """In tokens: padding and attention included, and compilation as a quarter more."""
+        m, p, r, t, _ = shape = plan.shape
+        attention = (m * p * p + r * t * (p + t)) / self.attention_span
+        cost = len(plan.batches) * (shape.tokens + attention + self.launch_cost)
+        return cost if any(known[:4] == shape[:4] for known in self.shapes) else 1.25 * cost
 
-    def _heights(self, width: int, n_rows: int) -> list[int]:
-        """Numbers of rows to try: quarters of what the budget allows, and the known ones."""
-        most = self.token_budget // width
-        quarters = {max(1, -(-most * i // 4)) for i in (1, 2, 3, 4)}
-        return sorted(quarters | {b for b, t, _ in self.shapes if t == width and b <= most})
+    def _whole(self, s: Sequences, chosen: np.ndarray, longest: int) -> Iterator[_Plan]:
+        """Plans in which each completion stands in a row with its prompt before it."""
+        sizes = {n: len(s.prompts[s.prompt_index[n]]) + int(s.lengths[n]) for n in chosen.tolist()}
+        lengths = _buckets(longest, self.token_budget) or [self.token_budget]
+        for length in lengths:
+            rows = [_Row(None, completions) for completions in _first_fit(sizes, length)]
+            most = self.token_budget // length
+            heights = {max(1, -(-most * i // 4)) for i in (1, 2, 3, 4)}
+            known = {k.rows for k in self.shapes if k[:2] == NO_PROMPTS and k.length == length}
+            for height in heights | {r for r in known if r <= most}:
+                count = -(-len(rows) // height)
+                # Rows come fullest first: dealt in turn, all batches get about the same.
+                batches = [rows[i::count] for i in range(count)]
+                yield _Plan(Shape(*NO_PROMPTS, height, length, 0), batches)
 
-    def _cost(self, n_rows: int, height: int, width: int) -> float:
-        n_batches = -(-n_rows // height)
-        cost = n_batches * (height * width * (1.0 + width / self.attention_span) + LAUNCH_COST)
-        known = any(shape[:2] == (height, width) for shape in self.shapes)
-        return cost if known else 1.25 * cost
-
-    def _plan(self, s: Sequences, chosen: np.ndarray, width: int) -> tuple[int, list[list[_Item]]]:
-        """Rows of `width` tokens by first fit, longest items first."""
-        items = sorted(self._items(s, chosen, width), key=lambda item: -item.size)
-        free = np.full(len(items), width)
-        bins: list[list[_Item]] = []
-        for item in items:
-            i = int(np.argmax(free >= item.size))
-            if i == len(bins):
-                bins.append([])
-            bins[i].append(item)
-            free[i] -= item.size
-        return width, bins
-
-    def _items(self, s: Sequences, chosen: np.ndarray, width: int) -> list[_Item]:
-        if not self.share_prompts:
-            return [
-                _Item(p, [n], len(s.prompts[p]) + int(s.lengths[n]))
-                for n, p in zip(chosen.tolist(), s.prompt_index[chosen].tolist())
-            ]
-        by_prompt: dict[int, list[int]] = {}
+    def _shared(self, s: Sequences, chosen: np.ndarray) -> Iterator[_Plan]:
+        """Plans in which each prompt is computed once for the rows that continue it."""
+        groups: dict[int, dict[int, int]] = {}
         for n in chosen.tolist():
-            by_prompt.setdefault(int(s.prompt_index[n]), []).append(n)
-        items = []
-        for prompt, completions in by_prompt.items():
-            # Groups longer than a row are cut, and the prompt repeated.
-            start = len(s.prompts[prompt])
-            part: list[int] = []
-            size = start
-            for n in completions:
-                length = int(s.lengths[n])
-                if part and size + length > width:
-                    items.append(_Item(prompt, part, size))
-                    part, size = [], start
-                part.append(n)
-                size += length
-            items.append(_Item(prompt, part, size))
-        return items
+            groups.setdefault(int(s.prompt_index[n]), {})[n] = int(s.lengths[n])
+        if not self.share_prompts or len(groups) == len(chosen):
+            return
+        longest_prompt = max(len(s.prompts[i]) for i in groups)
+        known = {k.prompt_length for k in self.shapes if k.prompt_length >= longest_prompt}
+        for length in _buckets(int(s.lengths[chosen].max()), self.token_budget):
+            rows = [
+                [_Row(i, completions) for completions in _first_fit(sizes, length)]
+                for i, sizes in groups.items()
+            ]
+            counts = [len(of_prompt) for of_prompt in rows]
+            for p in known.union(_buckets(longest_prompt, self.token_budget)[:1]):
+                for m, r in self._sizes(p, length, counts):
+                    yield _Plan(Shape(m, p, r, length, 0), _deal(rows, m, r))
 
-    def _fill(
-        self, s: Sequences, bins: list[list[_Item]], height: int, width: int
-    ) -> list[MicroBatch]:
-        """Rows dealt to micro-batches so that all have about the same number of predictions."""
-        counts = [sum(int(s.mask[n, : s.lengths[n]].sum()) for n in _completions(r)) for r in bins]
-        dealt: list[list[list[_Item]]] = [[] for _ in range(-(-len(bins) // height))]
-        load = np.zeros(len(dealt), int)
-        for i in np.argsort(-np.array(counts), kind="stable").tolist():
-            open_batches = [j for j, batch in enumerate(dealt) if len(batch) < height]
-            j = min(open_batches, key=lambda j: (load[j], j))
-            dealt[j].append(bins[i])
-            load[j] += counts[i]
-        capacity = self._capacity(height, width, int(load.max()))
-        self.shapes.add((height, width, capacity))
-        return [_micro_batch(s, batch, height, width, capacity) for batch in dealt]
+    def _sizes(self, p: int, length: int, counts: list[int]) -> set[tuple[int, int]]:
+        """Numbers of prompts and rows of a micro-batch to try, for prompts with so many rows."""
+        known = (k for k in self.shapes if (k.prompt_length, k.length) == (p, length))
+        sizes = {(k.prompts, k.rows) for k in known if k.tokens <= self.token_budget}
+        mean = sum(counts) / len(counts)
+        for m in {-(-len(counts) // i) for i in range(1, len(counts) + 1)}:
+            most = (self.token_budget - m * p) // length
+            step = max(1, most // 8)
+            for r in (m * max(counts), -(-math.ceil(m * mean) // step) * step, most):
+                if 1 <= r <= most:
+                    sizes.add((m, min(r, m * max(counts))))
+        return sizes
 
-    def _capacity(self, height: int, width: int, needed: int) -> int:
-        """K: a known one that fits, else in eighths of the tokens with some room."""
-        known = [k for b, t, k in self.shapes if (b, t) == (height, width) and k >= needed]
-        most = height * width
-        if known and min(known) <= max(needed + most // 4, 1):
-            return min(known)
+    def _fill(self, s: Sequences, plan: _Plan) -> list[MicroBatch]:
+        needed = max(
+            sum(int(s.mask[n, : s.lengths[n]].sum()) for row in batch for n in row.completions)
+            for batch in plan.batches
+        )
+        shape = plan.shape._replace(predictions=self._predictions(plan.shape, needed))
+        self.shapes.add(shape)
+        return [_micro_batch(s, batch, shape) for batch in plan.batches]
+
+    def _predictions(self, shape: Shape, needed: int) -> int:
+        """K: a known one that fits, else in eighths of the rows' tokens with some room."""
+        known = [k.predictions for k in self.shapes if k[:4] == shape[:4]]
+        fitting = [k for k in known if k >= needed]
+        if fitting:
+            return min(fitting)
+        most = shape.rows * shape.length
         eighth = max(1, most // 8)
         return min(most, -(-(needed + needed // 16 + 1) // eighth) * eighth)
 
 
-def _completions(row: list[_Item]) -> list[int]:
-    return [n for item in row for n in item.completions]
+def _buckets(length: int, most: int) -> list[int]:
+    """The next six of 8, 12, 16, 24, 32, 48 ... (2^i and 3 * 2^i) that are at most so many."""
+    buckets = sorted(f << i for f, first in ((1, 3), (3, 2)) for i in range(first, 24))
+    return [b for b in buckets if length <= b <= most][:6]
 
 
-def _micro_batch(
-    s: Sequences, rows: list[list[_Item]], height: int, width: int, capacity: int
-) -> MicroBatch:
-    grids: dict[str, Any] = {
-        name: np.full((height, width), fill, np.int32)
-        for name, fill in (("tokens", 0), ("positions", 0), ("segments", -1), ("prefixes", -1))
-    }
-    lists: dict[str, list[np.ndarray]] = {"sources": [], "targets": [], "sequence": [], "slots": []}
-    n_sequences = 0
+def _first_fit(sizes: Mapping[int, int], length: int) -> list[list[int]]:
+    """Completions of these sizes in rows, longest first, each in the first row with room."""
+    rows: list[list[int]] = []
+    free = np.full(len(sizes), length)
+    for n in sorted(sizes, key=lambda n: -sizes[n]):
+        i = int(np.argmax(free >= sizes[n]))
+        if i == len(rows):
+            rows.append([])
+        rows[i].append(n)
+        free[i] -= sizes[n]
+    return rows
+
+
+def _deal(rows: list[list[_Row]], m: int, r: int) -> list[list[_Row]]:
+    """Rows of each prompt, in order, to micro-batches of at most m prompts and r rows."""
+    batches: list[list[_Row]] = []
+    n_prompts = m
+    for of_prompt in rows:
+        n_prompts += 1
+        for row in of_prompt:
+            if n_prompts > m or len(batches[-1]) == r:
+                batches.append([])
+                n_prompts = 1
+            batches[-1].append(row)
+    return batches
+
+
+def _micro_batch(s: Sequences, rows: list[_Row], shape: Shape) -> MicroBatch:
+    batch = _empty(shape)
+    local: dict[int, int] = {}
+    n_sequences = filled = 0
     for b, row in enumerate(rows):
-        at, segment = 0, 0
-        for item in row:
-            prompt = s.prompts[item.prompt]
-            prefix, end = segment, at + len(prompt)
-            _place(grids, b, at, prompt, 0, prefix, prefix)
-            last_of_prompt = b * width + end - 1
+        if row.prompt is not None:
+            _place_prompt(batch, b, s.prompts[row.prompt], local.setdefault(row.prompt, len(local)))
+        at = 0
+        for segment, n in enumerate(row.completions):
+            prompt, tokens = s.prompts[s.prompt_index[n]], s.tokens[n, : s.lengths[n]]
+            own = tokens if row.prompt is not None else np.concatenate([prompt, tokens])
+            end = at + len(own)
+            batch.tokens[b, at:end] = own
+            batch.positions[b, at:end] = np.arange(len(own)) + len(prompt) + len(tokens) - len(own)
+            batch.segments[b, at:end] = segment
+            t = np.flatnonzero(s.mask[n, : len(tokens)])
+            predicted = slice(filled, filled + len(t))
+            batch.sources[predicted] = _predictors(batch, b, end, len(tokens))[t]
+            batch.targets[predicted] = tokens[t]
+            batch.sequence[predicted] = n_sequences
+            batch.slots[predicted] = n * s.tokens.shape[1] + t
             at = end
-            for n in item.completions:
-                length = int(s.lengths[n])
-                # A completion alone with its prompt is one segment with it.
-                segment += len(item.completions) > 1
-                _place(grids, b, at, s.tokens[n, :length], len(prompt), segment, prefix)
-                sources = b * width + at - 1 + np.arange(length)
-                sources[:1] = last_of_prompt
-                t = np.flatnonzero(s.mask[n, :length])
-                lists["sources"].append(sources[t])
-                lists["targets"].append(s.tokens[n, t])
-                lists["sequence"].append(np.full(len(t), n_sequences))
-                lists["slots"].append(n * s.tokens.shape[1] + t)
-                n_sequences += t.size > 0
-                at += length
-            segment += 1
-    for name, fill in (("sources", 0), ("targets", 0), ("sequence", 0), ("slots", PADDING)):
-        column = np.full(capacity, fill, np.int64 if name == "slots" else np.int32)
-        values = np.concatenate(lists[name]) if lists[name] else np.zeros(0, int)
-        column[: len(values)] = values
-        grids[name] = column
-    return MicroBatch(**grids)
+            filled += len(t)
+            n_sequences += len(t) > 0
+    return batch
 
 
-def _place(
-    grids: dict[str, Any],
-    row: int,
-    at: int,
-    tokens: np.ndarray,
-    position: int,
-    segment: int,
-    prefix: int,
-) -> None:
-    """Write one prompt or completion into a row from column `at`."""
-    end = at + len(tokens)
-    grids["tokens"][row, at:end] = tokens
-    grids["positions"][row, at:end] = np.arange(position, position + len(tokens))
-    grids["segments"][row, at:end] = segment
-    grids["prefixes"][row, at:end] = prefix
+def _empty(shape: Shape) -> MicroBatch:
+    def zeros(*size: int) -> np.ndarray:
+        return np.zeros(size, np.int32)
+
+    m, p, r, t, k = shape
+    return MicroBatch(
+        tokens=zeros(r, t),
+        positions=zeros(r, t),
+        segments=zeros(r, t) + PADDING,
+        prompts=zeros(m, p),
+        prompt_index=zeros(r),
+        prompt_lengths=zeros(r),
+        sources=zeros(k),
+        targets=zeros(k),
+        sequence=zeros(k),
+        slots=np.full(k, PADDING, np.int64),
+    )
+
+
+def _place_prompt(batch: MicroBatch, row: int, prompt: np.ndarray, index: int) -> None:
+    batch.prompts[index, : len(prompt)] = prompt
+    batch.prompt_index[row] = index
+    batch.prompt_lengths[row] = len(prompt)
+
+
+def _predictors(batch: MicroBatch, row: int, end: int, length: int) -> np.ndarray:
+    """Places of the tokens before each of the `length` tokens that end in column `end`."""
+    start = batch.shape.tokens - batch.tokens.size + row * batch.tokens.shape[1]
+    places: np.ndarray = start + end - length - 1 + np.arange(length)
+    if batch.prompt_lengths[row]:
+        last = batch.prompt_lengths[row] - 1
+        places[:1] = batch.prompt_index[row] * batch.prompts.shape[1] + last
+    return places

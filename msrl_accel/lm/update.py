@@ -23,7 +23,7 @@ from mindspore import dtype as mstype
 
 from msrl_accel.errors import LMError
 from msrl_accel.lm.adamw import AdamW, AdamWOptions, DeviceAdamW, HostAdamW
-from msrl_accel.lm.gradients import BatchTensors, LayerByLayer, Sums, WholeModel
+from msrl_accel.lm.gradients import N_BATCH, BatchTensors, LayerByLayer, Sums, WholeModel
 from msrl_accel.lm.losses import LossSettings, PolicyLoss, SupervisedLoss
 from msrl_accel.lm.model import CausalLM
 from msrl_accel.lm.packing import PADDING, MicroBatch
@@ -187,11 +187,8 @@ class LMUpdate:
 
     def _tensors(self, batch: MicroBatch, kept: np.ndarray | None) -> BatchTensors:
         rows = np.zeros((len(batch.slots), 1), np.int32) if kept is None else batch.gather(kept)
-        fields = (*batch[:6], rows)
-        tokens, positions, segments, prefixes, sources, targets, rows = map(_tensor, fields)
-        return BatchTensors(
-            tokens, positions, segments, prefixes, sources, targets, self.temperature, rows
-        )
+        fields = map(_tensor, batch[: N_BATCH - 2])
+        return BatchTensors(*fields, self.temperature, _tensor(rows))
 
 
 def _tensor(array: np.ndarray) -> Tensor:

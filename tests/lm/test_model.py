@@ -127,20 +127,24 @@ def test_completions_that_share_a_prompt_see_it_and_not_each_other(graph_mode):
             super().__init__(auto_prefix=False)
             self.model = model
 
-        def construct(self, tokens, positions, segments, prefixes, sources, targets, temperature):
-            weights = self.model.weights
-            hidden = self.model.forward(weights, tokens, positions, segments, prefixes)
-            return self.model.target_log_probs(weights, hidden, sources, targets, temperature)
+        def construct(self, tokens, positions, segments, prompts, index, lengths, sources, targets):
+            weights, shared = self.model.weights, (prompts, index, lengths)
+            hidden = self.model.forward(weights, tokens, positions, segments, shared)
+            return self.model.target_log_probs(weights, hidden, sources, targets, Tensor(1.0))
 
-    prompt, a, b = sequences(config, 5, 6, 7)
-    tokens, positions, segments = packed([[prompt, a, b]], LENGTH)
-    positions[0, 5:11] = 5 + np.arange(6)
-    positions[0, 11:18] = 5 + np.arange(7)
-    prefixes = np.where(segments > 0, 0, segments)
-    sources = np.array([4, *range(5, 10), 4, *range(11, 17)], np.int32)
-    inputs = (tokens, positions, segments, prefixes, sources, np.array(a + b, np.int32))
-    log_probs, _ = Evaluate()(*[Tensor(x) for x in inputs], Tensor(np.float32(1.0)))
-    expected = [token_log_probs(config, arrays, prompt + c)[0][5:] for c in (a, b)]
+    short, long, a, b, c = sequences(config, 3, 5, 6, 7, 4)
+    prompts = np.array([[*short, 9, 9], long], np.int32)  # what lies behind a prompt is not seen
+    tokens, positions, segments = packed([[a, b], [c]], 16)
+    positions[0, :6], positions[0, 6:13], positions[1, :4] = 5 + np.arange(6), 5 + np.arange(7), 3
+    positions[1, :4] += np.arange(4)
+    shared = (prompts, np.array([1, 0], np.int32), np.array([5, 3], np.int32))
+    sources = [9, *range(10, 15), 9, *range(16, 22), 2, *range(26, 29)]
+    inputs = (tokens, positions, segments, *shared, np.array(sources, np.int32))
+    log_probs, _ = Evaluate()(*map(Tensor, inputs), Tensor(np.array(a + b + c, np.int32)))
+    expected = [
+        token_log_probs(config, arrays, prompt + completion)[0][len(prompt) :]
+        for prompt, completion in ((long, a), (long, b), (short, c))
+    ]
     np.testing.assert_allclose(log_probs.asnumpy(), np.concatenate(expected), atol=2e-5)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from msrl_accel.errors import LMError
 from msrl_accel.lm.config import LMConfig
-from msrl_accel.lm.packing import MicroBatch, Packer, Sequences, attention_span
+from msrl_accel.lm.packing import MicroBatch, Packer, Sequences, attention_span, launch_cost
 
 
 def make_sequences(prompt_lengths, prompt_index, lengths, seed=0, keep=1.0):
@@ -26,21 +26,31 @@ def make_sequences(prompt_lengths, prompt_index, lengths, seed=0, keep=1.0):
     )
 
 
-def visible(batch: MicroBatch, source: int) -> np.ndarray:
-    """Indices of the row that the token at flat index `source` sees, by the rule of the model."""
-    row, column = divmod(source, batch.tokens.shape[1])
-    segments = batch.segments[row]
-    seen = (segments == segments[column]) | (segments == batch.prefixes[row, column])
-    return np.flatnonzero(seen & (np.arange(len(segments)) <= column))
-
-
 def contexts(batch: MicroBatch):
-    """(slot, target, tokens seen, their positions) of every prediction."""
+    """(slot, target, tokens seen, their positions) of every prediction, as the model has it."""
+    shared = batch.shape.tokens - batch.tokens.size
     for source, target, slot in zip(batch.sources, batch.targets, batch.slots):
-        if slot >= 0:
-            row = source // batch.tokens.shape[1]
-            seen = visible(batch, source)
-            yield slot, target, batch.tokens[row, seen], batch.positions[row, seen]
+        if slot < 0:
+            continue
+        if source < shared:
+            index, last = divmod(source, batch.prompts.shape[1])
+            yield slot, target, batch.prompts[index, : last + 1], np.arange(last + 1)
+            continue
+        row, column = divmod(source - shared, batch.tokens.shape[1])
+        segments = batch.segments[row]
+        seen = (segments == segments[column]) & (np.arange(len(segments)) <= column)
+        prompt = batch.prompts[batch.prompt_index[row], : batch.prompt_lengths[row]]
+        yield (
+            slot,
+            target,
+            np.concatenate([prompt, batch.tokens[row, seen]]),
+            np.concatenate([np.arange(len(prompt)), batch.positions[row, seen]]),
+        )
+
+
+def computed(batches):
+    """Tokens that are not padding."""
+    return sum(int((b.tokens > 0).sum() + (b.prompts > 0).sum()) for b in batches)
 
 
 @st.composite
@@ -62,7 +72,7 @@ def test_each_prediction_once_and_sees_its_own_sequence_only(case):
     width = sequences.tokens.shape[1]
     seen: list[int] = []
     for batch in Packer(budget, share_prompts=share).pack(sequences):
-        assert batch.tokens.size <= budget
+        assert batch.shape.tokens <= budget
         for slot, target, tokens, positions in contexts(batch):
             n, t = divmod(int(slot), width)
             prompt = sequences.prompts[sequences.prompt_index[n]]
@@ -109,25 +119,28 @@ def test_a_chosen_part_is_packed_alone():
     assert Packer(64).pack(sequences, rows=[]) == []
 
 
-def test_a_shared_prompt_stands_in_its_row_once():
-    sequences = make_sequences([10], [0] * 8, [4] * 8)
-    shared = Packer(64).pack(sequences)
-    repeated = Packer(1024, share_prompts=False).pack(sequences)
-    assert sum(int((b.segments >= 0).sum()) for b in shared) == 10 + 8 * 4
-    assert sum(int((b.segments >= 0).sum()) for b in repeated) == 8 * (10 + 4)
+def test_a_shared_prompt_is_computed_once():
+    sequences = make_sequences([10, 30], np.repeat([0, 1], 8), [4] * 16)
+    assert computed(Packer(256).pack(sequences)) == 10 + 30 + 16 * 4
+    assert computed(Packer(256, share_prompts=False).pack(sequences)) == 8 * (10 + 30) + 16 * 4
+
+
+def test_a_group_in_several_micro_batches_repeats_its_prompt_in_each():
+    batches = Packer(72).pack(make_sequences([24], [0] * 8, [12] * 8))
+    assert len(batches) == 2
+    assert computed(batches) == 2 * 24 + 8 * 12
 
 
 def test_without_sharing_prompt_and_completion_are_one_segment():
     (batch,) = Packer(64, share_prompts=False).pack(make_sequences([2, 3], [0, 1], [2, 1]))
-    np.testing.assert_array_equal(batch.segments, batch.prefixes)
+    assert not batch.prompt_lengths.any()
     assert sorted(np.unique(batch.segments[batch.segments >= 0], return_counts=True)[1]) == [4, 4]
 
 
-def test_a_group_longer_than_a_row_repeats_its_prompt():
-    sequences = make_sequences([24], [0] * 8, [20] * 8)
-    batches = Packer(64).pack(sequences)
-    assert len(batches) == 4
-    assert sum(int((b.segments >= 0).sum()) for b in batches) == 4 * 24 + 8 * 20
+def test_single_completions_are_packed_across_prompts():
+    """Rows of one prompt each would waste most of the place."""
+    batches = Packer(256).pack(make_sequences([3] * 20, range(20), [40] + [2] * 19))
+    assert sum(b.shape.tokens for b in batches) <= 192
 
 
 def test_shapes_stay_the_same_while_lengths_vary_a_little():
@@ -177,8 +190,14 @@ def test_attention_weighs_more_in_small_models():
     assert 150 < attention_span(small) < 500 < attention_span(large) < 3000
     rows = {}
     for span in (16, 2048):
-        batches = Packer(2048, attention_span=span).pack(
-            make_sequences([20] * 4, np.repeat(np.arange(4), 8), [20] * 32)
+        batches = Packer(2048, share_prompts=False, attention_span=span).pack(
+            make_sequences([20] * 40, range(40), [14] * 40)
         )
-        rows[span] = batches[0].shape[1]
+        rows[span] = batches[0].shape.length
     assert rows[16] < rows[2048]
+
+
+def test_a_small_model_gets_fewer_and_larger_micro_batches():
+    small = LMConfig("llama", 64, 128, 384, 5, 4, 2, 32)
+    large = LMConfig("llama", 49152, 576, 1536, 30, 9, 3, 64)
+    assert launch_cost(small) > 200 > 50 > launch_cost(large) > 0
