@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
-from safetensors.numpy import save as dump_safetensors
 
 from msrl_accel.errors import CheckpointError
 from msrl_accel.files import PathLike, sync_directory, write_bytes_synced
+from msrl_accel.tensor_file import DTYPES, write_arrays
 
 SCHEMA_VERSION = 1
 ARRAYS_FILE = "arrays.safetensors"
@@ -47,9 +47,6 @@ _REPLACED = ".old-"
 _ARRAY = "$array"
 _FLOAT = "$float"
 _INT = "$int"
-_DTYPES = {"float16", "float32", "float64", "complex64", "bool"} | {
-    f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
-}
 
 Arrays = dict[str, np.ndarray]
 
@@ -95,18 +92,17 @@ class CheckpointStore:
         step = operator.index(step)
         if not 0 <= step <= _MAX_STEP:
             raise CheckpointError(f"step is {step}: a checkpoint needs 0 <= step <= {_MAX_STEP}")
-        data = _arrays_to_bytes(arrays)
+        arrays = _checked_arrays(arrays)
         content = {
             "step": step,
             "score": _encode(None if score is None else float(score), "score"),
-            "arrays": {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()},
             "meta": _encode(dict(meta), "meta"),
         }
         target = self.directory / f"{step:012d}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._recover()
-            self._write(target, {ARRAYS_FILE: data, STATE_FILE: _seal(content)})
+            self._write(target, arrays, content)
             self._prune(step)
         except OSError as error:
             raise CheckpointError(
@@ -197,13 +193,14 @@ class CheckpointStore:
             )
         return None
 
-    def _write(self, target: Path, files: Mapping[str, bytes]) -> None:
+    def _write(self, target: Path, arrays: Arrays, content: Mapping[str, Any]) -> None:
         """Write a folder beside `target`, then move it into place."""
         temporary = self._temporary(target.name)
         try:
             temporary.mkdir()
-            for name, data in files.items():
-                write_bytes_synced(temporary / name, data)
+            size, digest = write_arrays(temporary / ARRAYS_FILE, arrays)
+            state = _seal({**content, "arrays": {"size": size, "sha256": digest}})
+            write_bytes_synced(temporary / STATE_FILE, state)
             sync_directory(temporary)
             replaced = self.directory / (_REPLACED + target.name)
             if target.exists():
@@ -362,19 +359,17 @@ def _digest(version: Any, content: Any) -> str:
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
 
-def _arrays_to_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    prepared: Arrays = {}
-    for name, array in arrays.items():
+def _checked_arrays(arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """The same arrays, none of them copied."""
+    checked = {name: np.asarray(array) for name, array in arrays.items()}
+    for name, array in checked.items():
         _check_name(name)
-        array = np.asarray(array)
-        if array.dtype.name not in _DTYPES:
+        if array.dtype.name not in DTYPES:
             raise CheckpointError(
                 f"array {name!r} has dtype {array.dtype}, which a checkpoint cannot hold: "
                 "convert it to a numeric or bool dtype of at most 64 bits"
             )
-        # safetensors writes the buffer as it lies: other orders would be misread silently.
-        prepared[name] = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-    return dump_safetensors(prepared)
+    return checked
 
 
 def _check_name(name: str) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -72,6 +73,17 @@ def test_memory_order_does_not_matter(tmp_path, transform):
     store.save(1, {"a": array, "big_endian": array.astype(">f8")}, {})
     np.testing.assert_array_equal(store.load(1).arrays["a"], array)
     np.testing.assert_array_equal(store.load(1).arrays["big_endian"], array)
+
+
+def test_saving_copies_no_large_array(tmp_path):
+    arrays = {name: np.ones(2_000_000) for name in "ab"}
+    tracemalloc.start()
+    try:
+        CheckpointStore(tmp_path).save(1, arrays, {})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < arrays["a"].nbytes / 4
 
 
 @pytest.mark.parametrize("bit_generator", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
