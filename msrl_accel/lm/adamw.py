@@ -16,6 +16,7 @@ from mindspore.ops.operations.nn_ops import AdamWeightDecay
 from msrl_accel.networks import Weights, set_parameter
 
 Gradients = Sequence[Union[Tensor, np.ndarray]]
+FLOAT_MAX = float(np.finfo(np.float32).max)
 CHUNK = 1 << 15
 """Numbers the host optimiser works on at a time: its six arrays then stay in the cache."""
 
@@ -34,18 +35,16 @@ class AdamWOptions(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What one step needs besides arrays; the bias corrections are in `step_size`, `epsilon`."""
+    """What one step needs besides arrays; the bias corrections are in it."""
 
-    scale: float
-    """Of the gradient, for its norm to be within `max_grad_norm`."""
     step_size: float
     epsilon: float
     decay: float
-    """step_size * decay = learning rate * weight_decay."""
+    """learning rate * weight_decay / step_size."""
 
 
 class AdamW:
-    """What both share: the clipped norm and the bias correction.
+    """What both share: the number of steps and the bias correction.
 
     Args:
         weights: the trained Parameters, changed in place.
@@ -62,29 +61,24 @@ class AdamW:
 
         A gradient that is not finite changes nothing.
         """
-        norm = self.norm(gradients)
-        if math.isfinite(norm):
-            self.steps += 1
-            self.apply(gradients, self.scalars(norm, learning_rate))
+        norm = self.apply(gradients, self.scalars(learning_rate))
+        self.count(norm)
         return norm
 
-    def scalars(self, norm: float, learning_rate: float) -> Scalars:
-        """m_hat / (sqrt(v_hat) + eps) = c m / (sqrt(v) + eps r), r^2 = 1 - beta2^t, c = r / (1 -
-        beta1^t)."""
-        o = self.options
-        root = math.sqrt(1.0 - o.beta2**self.steps)
-        correction = root / (1.0 - o.beta1**self.steps)
-        return Scalars(
-            min(1.0, o.max_grad_norm / max(norm, 1e-30)),
-            learning_rate * correction,
-            o.epsilon * root,
-            o.weight_decay / correction,
-        )
+    def count(self, norm: float) -> None:
+        """Note a step with a gradient of this norm."""
+        self.steps += math.isfinite(norm)
 
-    def norm(self, gradients: Gradients) -> float:
-        raise NotImplementedError
+    def scalars(self, learning_rate: float) -> Scalars:
+        """Of the next step, t: m_hat / (sqrt(v_hat) + eps) = c m / (sqrt(v) + eps r), with r^2 = 1
+        - beta2^t and c = r / (1 - beta1^t)."""
+        o, t = self.options, self.steps + 1
+        root = math.sqrt(1.0 - o.beta2**t)
+        correction = root / (1.0 - o.beta1**t)
+        return Scalars(learning_rate * correction, o.epsilon * root, o.weight_decay / correction)
 
-    def apply(self, gradients: Gradients, scalars: Scalars) -> None:
+    def apply(self, gradients: Gradients, scalars: Scalars) -> float:
+        """The step; returns the norm."""
         raise NotImplementedError
 
     def moments(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -108,22 +102,11 @@ class AdamW:
             self.set_moments(i, moments[f"{weight.name}.m"], moments[f"{weight.name}.v"])
 
 
-class _Norm(nn.Cell):
-    """construct(*gradients) -> norm of all."""
+class ClippedAdamW(nn.Cell):
+    """construct(*Scalars, *gradients) -> their norm before clipping; the step is done in place.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.half_square_sum = ops.L2Loss()
-
-    def construct(self, *gradients):  # type: ignore[no-untyped-def]
-        halves: Weights = ()
-        for gradient in gradients:
-            halves = (*halves, self.half_square_sum(gradient))
-        return ops.sqrt(2.0 * ops.addn(halves))
-
-
-class _Apply(nn.Cell):
-    """construct(scale, step size, epsilon, decay, *gradients): the step, in place."""
+    Nothing changes where the norm is not finite.
+    """
 
     def __init__(self, weights: ParameterTuple, options: AdamWOptions) -> None:
         super().__init__(auto_prefix=False)
@@ -132,7 +115,9 @@ class _Apply(nn.Cell):
         self.beta1 = Tensor(options.beta1, mstype.float32)
         self.beta2 = Tensor(options.beta2, mstype.float32)
         self.zero = Tensor(0.0, mstype.float32)
+        self.max_norm = options.max_grad_norm
         self.decays = tuple(len(w.shape) > 1 for w in weights)
+        self.half_square_sum = ops.L2Loss()
         self.adam = AdamWeightDecay()
 
     def zeros(self, suffix: str) -> ParameterTuple:
@@ -143,45 +128,49 @@ class _Apply(nn.Cell):
             ]
         )
 
-    def construct(self, scale, step_size, epsilon, decay, *gradients):  # type: ignore[no-untyped-def]
-        for i in range(len(gradients)):
-            self.adam(
-                self.weights[i],
-                self.first[i],
-                self.second[i],
-                step_size,
-                self.beta1,
-                self.beta2,
-                epsilon,
-                decay if self.decays[i] else self.zero,
-                gradients[i] * scale,
-            )
-        return step_size
+    def norm(self, gradients):  # type: ignore[no-untyped-def]
+        halves: Weights = ()
+        for gradient in gradients:
+            halves = (*halves, self.half_square_sum(gradient))
+        return ops.sqrt(2.0 * ops.addn(halves))
+
+    def construct(self, step_size, epsilon, decay, *gradients):  # type: ignore[no-untyped-def]
+        norm = self.norm(gradients)
+        if norm <= FLOAT_MAX:  # so neither NaN nor infinite
+            scale = self.max_norm / ops.maximum(norm, self.max_norm)
+            for i in range(len(gradients)):
+                self.adam(
+                    self.weights[i],
+                    self.first[i],
+                    self.second[i],
+                    step_size,
+                    self.beta1,
+                    self.beta2,
+                    epsilon,
+                    decay if self.decays[i] else self.zero,
+                    gradients[i] * scale,
+                )
+        return norm
 
 
 class DeviceAdamW(AdamW):
-    """Moments beside the weights; one compiled graph for the norm, one for the step."""
+    """Moments beside the weights; one compiled graph, which may be part of a larger one."""
 
     def __init__(self, weights: ParameterTuple, options: AdamWOptions) -> None:
         super().__init__(weights, options)
-        self._norm = _Norm()
-        self._apply = _Apply(weights, options)
+        self.graph = ClippedAdamW(weights, options)
 
-    def norm(self, gradients: Gradients) -> float:
-        return float(self._norm(*map(_tensor, gradients)).asnumpy())
-
-    def apply(self, gradients: Gradients, scalars: Scalars) -> None:
-        self._apply(
-            *(Tensor(x, mstype.float32) for x in scalars), *map(_tensor, gradients)
-        ).asnumpy()
+    def apply(self, gradients: Gradients, scalars: Scalars) -> float:
+        numbers = (Tensor(x, mstype.float32) for x in scalars)
+        return float(self.graph(*numbers, *map(_tensor, gradients)).asnumpy())
 
     def moments(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        pairs = zip(self._apply.first, self._apply.second)
+        pairs = zip(self.graph.first, self.graph.second)
         return [(first.asnumpy(), second.asnumpy()) for first, second in pairs]
 
     def set_moments(self, index: int, first: np.ndarray, second: np.ndarray) -> None:
-        set_parameter(self._apply.first[index], first)
-        set_parameter(self._apply.second[index], second)
+        set_parameter(self.graph.first[index], first)
+        set_parameter(self.graph.second[index], second)
 
 
 class HostAdamW(AdamW):
@@ -201,29 +190,40 @@ class HostAdamW(AdamW):
         ]
         self._room = np.empty((2, CHUNK), np.float32)
 
-    def norm(self, gradients: Gradients) -> float:
-        flat = [_array(g).reshape(-1) for g in gradients]
+    def apply(self, gradients: Gradients, scalars: Scalars) -> float:
+        arrays = [_array(g) for g in gradients]
         # Tensors are small enough for float32 sums; their sum is not.
-        return math.sqrt(sum(float(np.dot(g, g)) for g in flat))
+        norm = math.sqrt(sum(float(np.dot(a.reshape(-1), a.reshape(-1))) for a in arrays))
+        if math.isfinite(norm):
+            scale = self.options.max_grad_norm / max(norm, self.options.max_grad_norm)
+            for i, array in enumerate(arrays):
+                self._apply_to(i, array, scale, scalars)
+        return norm
 
-    def apply(self, gradients: Gradients, scalars: Scalars) -> None:
-        for i, weight in enumerate(self.weights):
-            array = weight.asnumpy()  # shares memory on CPU
-            decay = scalars.decay if array.ndim > 1 else 0.0
-            flat = [x.reshape(-1) for x in (array, *self._moments[i], _array(gradients[i]))]
-            for start in range(0, array.size, CHUNK):
-                w, m, v, g = (x[start : start + CHUNK] for x in flat)
-                self._apply_chunk(w, m, v, g, scalars._replace(decay=decay))
-            if ms.get_context("device_target") != "CPU":
-                set_parameter(weight, array)
+    def _apply_to(self, i: int, gradient: np.ndarray, scale: float, scalars: Scalars) -> None:
+        array = self.weights[i].asnumpy()  # shares memory on CPU
+        if array.ndim == 1:
+            scalars = scalars._replace(decay=0.0)
+        flat = [x.reshape(-1) for x in (array, *self._moments[i], gradient)]
+        for start in range(0, array.size, CHUNK):
+            w, m, v, g = (x[start : start + CHUNK] for x in flat)
+            self._apply_chunk(w, m, v, g, scale, scalars)
+        if ms.get_context("device_target") != "CPU":
+            set_parameter(self.weights[i], array)
 
     def _apply_chunk(
-        self, w: np.ndarray, m: np.ndarray, v: np.ndarray, gradient: np.ndarray, s: Scalars
+        self,
+        w: np.ndarray,
+        m: np.ndarray,
+        v: np.ndarray,
+        gradient: np.ndarray,
+        scale: float,
+        s: Scalars,
     ) -> None:
         """In place on w, m and v; the operations are those of the device's kernel."""
         o = self.options
         g, room = self._room[:, : w.size]
-        np.multiply(gradient, s.scale, out=g)
+        np.multiply(gradient, scale, out=g)
         np.subtract(g, m, out=room)
         room *= 1.0 - o.beta1
         m += room

@@ -16,7 +16,9 @@ from typing import NamedTuple, Union
 
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
 
+from msrl_accel.lm.adamw import ClippedAdamW, DeviceAdamW, Scalars
 from msrl_accel.lm.losses import TokenInputs
 from msrl_accel.lm.model import CausalLM
 from msrl_accel.lm.packing import NO_PROMPTS
@@ -44,6 +46,7 @@ class BatchTensors(NamedTuple):
 
 N_BATCH = len(BatchTensors._fields)
 N_INPUTS = len(TokenInputs._fields)
+N_SCALARS = len(Scalars._fields)
 
 
 def shared_prompts(prompts: Tensor, *of_rows: Tensor) -> tuple[Tensor, ...] | None:
@@ -82,14 +85,13 @@ class Forward(nn.Cell):
 
 
 class Backward(Forward):
-    """construct(*BatchTensors, *TokenInputs, *weights[, *sums]) -> loss, log-probability [K],
-    entropy [K], and the gradient of each weight, added to `sums` where these are given.
+    """construct(*BatchTensors, *TokenInputs, *weights, *sums) -> loss, log-probability [K],
+    entropy [K], and the gradient of each weight, added to `sums`.
     """
 
-    def __init__(self, model: CausalLM, loss: nn.Cell, restricted: bool, has_sums: bool) -> None:
+    def __init__(self, model: CausalLM, loss: nn.Cell, restricted: bool) -> None:
         super().__init__(model, restricted)
         self.loss = loss
-        self.has_sums = has_sums
         self.n = len(model.weights)
         self.gradient = ops.value_and_grad(self.value, 0, None, has_aux=True)
 
@@ -97,30 +99,47 @@ class Backward(Forward):
         log_prob, entropy = self.log_probs(weights, batch)
         return self.loss(log_prob, *inputs), log_prob, ops.stop_gradient(entropy)
 
-    def construct(self, *arguments):  # type: ignore[no-untyped-def]
+    def accumulate(self, arguments):  # type: ignore[no-untyped-def]
         batch, inputs = arguments[:N_BATCH], arguments[N_BATCH : N_BATCH + N_INPUTS]
         start = N_BATCH + N_INPUTS
         weights, sums = arguments[start : start + self.n], arguments[start + self.n :]
         results, gradients = self.gradient(weights, batch, inputs)
-        if not self.has_sums:
-            return (*results, *gradients)
         total: Weights = ()
         for i in range(self.n):
             total = (*total, sums[i] + gradients[i])
+        return results, total
+
+    def construct(self, *arguments):  # type: ignore[no-untyped-def]
+        results, total = self.accumulate(arguments)
         return (*results, *total)
+
+
+class BackwardAndStep(Backward):
+    """construct(*Scalars, the arguments of `Backward`) -> loss, log-probability [K], entropy [K],
+    norm of the gradient; the optimiser's step is done.
+
+    Weights may share memory with the Parameters that the step changes: all are read by then, since
+    it needs the norm of all gradients.
+    """
+
+    def __init__(
+        self, model: CausalLM, loss: nn.Cell, restricted: bool, optimizer: ClippedAdamW
+    ) -> None:
+        super().__init__(model, loss, restricted)
+        self.optimizer = optimizer
+
+    def construct(self, *arguments):  # type: ignore[no-untyped-def]
+        results, total = self.accumulate(arguments[N_SCALARS:])
+        return (*results, self.optimizer(*arguments[:N_SCALARS], *total))
 
 
 class WholeModel:
     """One graph of the whole model for each shape of micro-batch."""
 
     def __init__(self, model: CausalLM, loss: nn.Cell) -> None:
-        either = (False, True)
-        self.forward = {restricted: Forward(model, restricted) for restricted in either}
-        self.backward = {
-            (restricted, has_sums): Backward(model, loss, restricted, has_sums)
-            for restricted in either
-            for has_sums in either
-        }
+        self.forward = {r: Forward(model, r) for r in (False, True)}
+        self.backward = {r: Backward(model, loss, r) for r in (False, True)}
+        self.zeros = [Tensor(np.zeros(w.shape, np.float32)) for w in model.weights]
 
     def log_probs(
         self, weights: Weights, batch: BatchTensors, restricted: bool
@@ -146,9 +165,36 @@ class WholeModel:
             inputs: the fields of `TokenInputs`.
             sums: of the micro-batches before.
         """
-        graph = self.backward[restricted, bool(sums)]
-        loss, log_prob, entropy, *sums = graph(*batch, *inputs, *weights, *sums)
+        graph = self.backward[restricted]
+        loss, log_prob, entropy, *sums = graph(*batch, *inputs, *weights, *(sums or self.zeros))
         return BackwardResult(loss, log_prob, entropy), sums
+
+
+class WholeModelStep(WholeModel):
+    """Gradients of the last micro-batch and the optimiser's step in one graph, too."""
+
+    def __init__(self, model: CausalLM, loss: nn.Cell, optimizer: DeviceAdamW) -> None:
+        super().__init__(model, loss)
+        self.optimizer = optimizer
+        self.last = {r: BackwardAndStep(model, loss, r, optimizer.graph) for r in (False, True)}
+
+    def step(
+        self,
+        weights: Weights,
+        batch: BatchTensors,
+        restricted: bool,
+        inputs: Sequence[Tensor],
+        sums: Sums,
+        learning_rate: float,
+    ) -> tuple[BackwardResult, float]:
+        """As `gradients`, and the step with them; returns the norm before clipping."""
+        scalars = [Tensor(x, mstype.float32) for x in self.optimizer.scalars(learning_rate)]
+        *results, norm = self.last[restricted](
+            *scalars, *batch, *inputs, *weights, *(sums or self.zeros)
+        )
+        found = float(norm.asnumpy())
+        self.optimizer.count(found)
+        return BackwardResult(*results), found
 
 
 class Tables(nn.Cell):

@@ -90,10 +90,9 @@ class SwiGLU(nn.Cell):
         return gate * ops.sigmoid(gate) * up
 
     def bprop(self, gate, up, out, dout):  # type: ignore[no-untyped-def]
-        """silu' = s (1 + gate - silu), with s = sigmoid(gate)."""
+        """silu' = silu + s (1 - silu), with s = sigmoid(gate); times up: out + s (up - out)."""
         sigmoid = ops.sigmoid(gate)
-        silu = gate * sigmoid
-        return dout * up * (sigmoid * ((gate - silu) + 1.0)), dout * silu
+        return dout * (out + sigmoid * (up - out)), dout * (gate * sigmoid)
 
 
 class Attention(nn.Cell):

@@ -288,9 +288,9 @@ class Packer:
 
 
 def _buckets(length: int, most: int) -> list[int]:
-    """The next six of 8, 12, 16, 24, 32, 48 ... (2^i and 3 * 2^i) that are at most so many."""
+    """The next four of 8, 12, 16, 24, 32, 48 ... (2^i and 3 * 2^i) that are at most so many."""
     buckets = sorted(f << i for f, first in ((1, 3), (3, 2)) for i in range(first, 24))
-    return [b for b in buckets if length <= b <= most][:6]
+    return [b for b in buckets if length <= b <= most][:4]
 
 
 def _first_fit(sizes: Mapping[int, int], length: int) -> list[list[int]]:

@@ -23,7 +23,14 @@ from mindspore import dtype as mstype
 
 from msrl_accel.errors import LMError
 from msrl_accel.lm.adamw import AdamW, AdamWOptions, DeviceAdamW, HostAdamW
-from msrl_accel.lm.gradients import N_BATCH, BatchTensors, LayerByLayer, Sums, WholeModel
+from msrl_accel.lm.gradients import (
+    N_BATCH,
+    BatchTensors,
+    LayerByLayer,
+    Sums,
+    WholeModel,
+    WholeModelStep,
+)
 from msrl_accel.lm.losses import LossSettings, PolicyLoss, SupervisedLoss
 from msrl_accel.lm.model import CausalLM
 from msrl_accel.lm.packing import PADDING, MicroBatch
@@ -90,14 +97,19 @@ class LMUpdate:
         self.settings = loss
         self.temperature = Tensor(temperature, mstype.float32)
         cell: nn.Cell = SupervisedLoss() if loss is None else PolicyLoss(loss)
-        layered = large if recompute is None else recompute
-        self.gradients = (LayerByLayer if layered else WholeModel)(model, cell)
         offloaded = offload_folder is not None or (large if offload is None else offload)
         self.optimizer: AdamW = (
             HostAdamW(model.weights, options, offload_folder)
             if offloaded
             else DeviceAdamW(model.weights, options)
         )
+        self.gradients: WholeModel | LayerByLayer
+        if large if recompute is None else recompute:
+            self.gradients = LayerByLayer(model, cell)
+        elif isinstance(self.optimizer, DeviceAdamW):
+            self.gradients = WholeModelStep(model, cell, self.optimizer)
+        else:
+            self.gradients = WholeModel(model, cell)
 
     def log_probs(
         self,
@@ -129,20 +141,25 @@ class LMUpdate:
         self._check(columns)
         weights = self.trained_weights()
         log_probs, entropies = (np.zeros(columns.weight.shape, np.float32) for _ in range(2))
-        loss = 0.0
+        loss = norm = 0.0
         sums: Sums = []
-        for batch in batches:
-            result, sums = self.gradients.gradients(
+        for i, batch in enumerate(batches):
+            inputs = (
                 weights,
                 self._tensors(batch, columns.kept),
                 columns.kept is not None,
                 _loss_inputs(batch, columns),
                 sums,
             )
+            is_last = i == len(batches) - 1
+            if is_last and isinstance(self.gradients, WholeModelStep):
+                result, norm = self.gradients.step(*inputs, learning_rate)
+            else:
+                result, sums = self.gradients.gradients(*inputs)
+                norm = self.optimizer.step(sums, learning_rate) if is_last else 0.0
             loss += float(result.loss.asnumpy())
             batch.scatter(result.log_prob.asnumpy(), log_probs)
             batch.scatter(result.entropy.asnumpy(), entropies)
-        norm = self.optimizer.step(sums, learning_rate) if sums else 0.0
         return StepResult(loss, log_probs, entropies, norm)
 
     def trained_weights(self) -> Weights:

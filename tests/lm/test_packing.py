@@ -191,7 +191,7 @@ def test_attention_weighs_more_in_small_models():
     rows = {}
     for span in (16, 2048):
         batches = Packer(2048, share_prompts=False, attention_span=span).pack(
-            make_sequences([20] * 40, range(40), [14] * 40)
+            make_sequences([20] * 48, range(48), [14] * 48)
         )
         rows[span] = batches[0].shape.length
     assert rows[16] < rows[2048]

@@ -231,6 +231,21 @@ def test_a_step_on_restricted_samples_has_ratio_one(engine, request):
     assert metrics["ratio_error"] < 1e-4 and metrics["clip_fraction"] == 0.0
 
 
+@pytest.mark.parametrize("engine", ["whole", "layered"])
+def test_a_gradient_that_is_not_finite_changes_nothing(engine, request):
+    update = request.getfixturevalue(engine)
+    reset(update)
+    before = update.model.arrays()
+    columns = columns_for(GSPO, reference_log_probs()[0])
+    columns.advantage[0, 0] = np.nan
+    result = update.step(Packer(256).pack(SEQUENCES), columns, 1e-2)
+    assert np.isnan(result.grad_norm)
+    for name, array in update.model.arrays().items():
+        np.testing.assert_array_equal(array, before[name])
+    state = update.state()
+    assert state["steps"] == 0 and not any(m.any() for m in state["moments"].values())
+
+
 def test_a_reference_in_host_arrays_needs_no_second_model(layered, tmp_path):
     reset(layered)
     arrays = random_arrays(CONFIG, seed=3)
