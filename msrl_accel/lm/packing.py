@@ -85,7 +85,8 @@ class MicroBatch(NamedTuple):
     @property
     def shape(self) -> Shape:
         """What graphs are compiled for."""
-        return Shape(*self.prompts.shape, *self.tokens.shape, len(self.sources))
+        sizes = (*self.prompts.shape, *self.tokens.shape, len(self.sources))
+        return Shape(*sizes)
 
     def gather(self, array: np.ndarray) -> np.ndarray:
         """Entries [K, ...] of an array [N, L, ...]; 0 on padding."""

@@ -204,8 +204,8 @@ class LMUpdate:
 
     def _tensors(self, batch: MicroBatch, kept: np.ndarray | None) -> BatchTensors:
         rows = np.zeros((len(batch.slots), 1), np.int32) if kept is None else batch.gather(kept)
-        fields = map(_tensor, batch[: N_BATCH - 2])
-        return BatchTensors(*fields, self.temperature, _tensor(rows))
+        fields = [*map(_tensor, batch[: N_BATCH - 2]), self.temperature, _tensor(rows)]
+        return BatchTensors(*fields)
 
 
 def _tensor(array: np.ndarray) -> Tensor:
