@@ -1,11 +1,12 @@
 """Seconds of one GRPO iteration on CPU: msrl_accel against TRL's GRPOTrainer, same weights.
 
 Llama models with random weights, of 1, 10 and 135 million parameters. An iteration is everything:
-8 prompts of 32 tokens are drawn, 8 completions of each sampled at temperature 1 (at most 32 tokens;
-the model may end one sooner), texts decoded, rewards computed by a function (the share of words
-with an even number), advantages, and one AdamW step on all 64 completions with the same loss (GRPO,
-no reference model). Loading, compilation and the first iterations are left out. Both sides compute
-in float32 on two threads.
+8 prompts of 32 tokens (`--prompt-tokens`) are drawn, 8 completions of each sampled at temperature 1
+(at most 32 tokens; the model may end one sooner), texts decoded, rewards computed by a function
+(the share of words with an even number), advantages, and one AdamW step on all 64 completions with
+the same loss (GRPO, no reference model). Loading, compilation and the first iterations, in which
+MindSpore tries out how to launch a graph, are left out. Both sides compute in float32 on two
+threads.
 
 - msrl_accel: `GRPOTrainer.iterate`, with its metrics and its parity figures.
 - TRL: `GRPOTrainer.train` with generation by transformers, all completions in one forward and
@@ -23,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,10 @@ from _report import (
 from generate import SIZES, rounds, write_model
 
 PROMPTS, GROUP = 8, 8
-PROMPT, COMPLETION = 32, 32
-"""Tokens of a prompt, and the most of a completion."""
+COMPLETION = 32
+"""The most tokens of one."""
 LEARNING_RATE = 1e-6
 EOS = 0
-WARM_UP = 12
-"""Iterations before those that are timed: MindSpore tries out in its first ones how to launch."""
 OURS, PEER = "ours", "trl"
 CONTESTANTS = {
     OURS: Contestant("msrl_accel", "msrl_accel", peer=False),
@@ -58,12 +58,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["1M", "10M"])
     p.add_argument("--rounds", type=positive_int, default=3, help="turns of each contestant")
     p.add_argument("--iterations", type=positive_int, default=10, help="timed ones of each turn")
+    p.add_argument("--warm-up", type=positive_int, default=12, help="iterations before those")
+    p.add_argument("--prompt-tokens", type=positive_int, default=32, help="of each prompt")
     p.add_argument("--threads", type=positive_int, default=2)
     p.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # set in child processes only
     return p
 
 
-def write_task(folder: Path, size: str) -> None:
+def write_task(prompt_tokens: int, folder: Path, size: str) -> None:
     """A model, its tokenizer of numbered words, and prompts."""
     write_model(folder, size)
     vocab_size = SIZES[size]["vocab_size"]
@@ -90,7 +92,7 @@ def write_task(folder: Path, size: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     rng = np.random.default_rng(0)
     with (folder / "prompts.jsonl").open("w") as file:
-        for row in rng.integers(1, vocab_size, (512, PROMPT)):
+        for row in rng.integers(1, vocab_size, (512, prompt_tokens)):
             line = {"prompt": " ".join(map(str, row)), "answer": "0"}
             file.write(json.dumps(line) + "\n")
 
@@ -115,7 +117,7 @@ def time_ours(args: argparse.Namespace) -> dict[str, float]:
             "model": str(args.folder),
             "prompts_per_iteration": PROMPTS,
             "group_size": GROUP,
-            "max_prompt_tokens": PROMPT,
+            "max_prompt_tokens": args.prompt_tokens,
             "max_new_tokens": COMPLETION,
             "learning_rate": LEARNING_RATE,
             "rewards": "grpo:even_share",
@@ -127,13 +129,13 @@ def time_ours(args: argparse.Namespace) -> dict[str, float]:
         trainer = GRPOTrainer(config, Run.create(config.replace(run_dir=f"{scratch}/run")))
         seconds, lengths = [], []
         try:
-            for _ in range(WARM_UP + args.iterations):
+            for _ in range(args.warm_up + args.iterations):
                 start = time.perf_counter()
                 lengths.append(trainer.iterate()["rollout/length"])
                 seconds.append(time.perf_counter() - start)
         finally:
             trainer.close()
-    return _result(seconds[WARM_UP:], lengths[WARM_UP:])
+    return _result(seconds[args.warm_up :], lengths[args.warm_up :])
 
 
 def time_peer(args: argparse.Namespace) -> dict[str, float]:
@@ -171,7 +173,7 @@ def time_peer(args: argparse.Namespace) -> dict[str, float]:
             lr_scheduler_type="constant",
             beta=0.0,
             loss_type="grpo",
-            max_steps=WARM_UP + args.iterations,
+            max_steps=args.warm_up + args.iterations,
             gradient_checkpointing=False,
             logging_strategy="no",
             save_strategy="no",
@@ -187,8 +189,8 @@ def time_peer(args: argparse.Namespace) -> dict[str, float]:
             callbacks=[Clock()],
         )
         trainer.train()
-    seconds = np.diff(ends[WARM_UP - 1 :]).tolist()
-    return _result(seconds, lengths[WARM_UP:])
+    seconds = np.diff(ends[args.warm_up - 1 :]).tolist()
+    return _result(seconds, lengths[args.warm_up :])
 
 
 def _result(seconds: Sequence[float], lengths: Sequence[float]) -> dict[str, float]:
@@ -234,8 +236,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     facts = begin(args, ["trl", "transformers", "torch", "numpy"])
     contestants = present(CONTESTANTS, args.peer_python)
-    options = ["--iterations", str(args.iterations)]
-    turns = dict(rounds(args, __file__, contestants, write_task, options, describe))
+    options = []
+    for name in ("iterations", "warm_up", "prompt_tokens"):
+        options += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    write = partial(write_task, args.prompt_tokens)
+    turns = dict(rounds(args, __file__, contestants, write, options, describe))
     print(f"\n{report(turns)}")
     finish(args, facts, turns)
 
