@@ -166,7 +166,7 @@ def test_supervised_training_learns_and_packs(model, tmp_path):
     )
     assert main(arguments) == 0
     rows = metrics_rows(run_dir)
-    assert rows[-1]["sft/loss"] < 0.75 * rows[0]["sft/loss"]
+    assert rows[-1]["sft/loss"] < 0.85 * rows[0]["sft/loss"]
     assert json.loads((run_dir / "summary.json").read_text())["algo"] == "sft"
 
 
