@@ -14,7 +14,7 @@ from mindspore.ops.auto_generate import SiLU
 
 from msrl_accel.lm.config import LMConfig
 from msrl_accel.lm.layers import MASKED, layer_order
-from msrl_accel.lm.operators import RMSNorm
+from msrl_accel.lm.operators import RMSNorm, Swap
 from msrl_accel.lm.rope import rope_tables
 from msrl_accel.networks import Weights
 
@@ -52,6 +52,7 @@ class Decoder(nn.Cell):
         self.swap = Tensor(np.array([1, 0], np.int32))
         self.mean = Tensor(np.full((1, config.hidden_size), 1.0 / config.hidden_size, np.float32))
         self.norm = RMSNorm(config.rms_norm_eps)
+        self.swap_axes = Swap()
         self.matmul = ops.MatMul()
         self.matmul_ta = ops.MatMul(transpose_a=True)
         self.matmul_tb = ops.MatMul(transpose_b=True)
@@ -88,7 +89,7 @@ class Decoder(nn.Cell):
         o, c = self.order, self.config
         fused: Weights = (
             weights[o["input_layernorm.weight"]].reshape((-1, 1)),
-            ops.transpose(self.grouped(weights, ".weight", c.hidden_size), (1, 0)),
+            self.transposed(self.grouped(weights, ".weight", c.hidden_size)),
             weights[o["self_attn.o_proj.weight"]],
             weights[o["post_attention_layernorm.weight"]].reshape((-1, 1)),
             weights[o["mlp.gate_proj.weight"]],
@@ -110,6 +111,11 @@ class Decoder(nn.Cell):
             w = weights[self.order[f"self_attn.{name}_proj{kind}"]]
             pieces.append(w.reshape((self.kv, -1, columns)))
         return ops.concat(pieces, 1).reshape((-1, columns))
+
+    def transposed(self, x: Tensor) -> Tensor:
+        """[R, C] -> [C, R]"""
+        rows, columns = x.shape
+        return self.swap_axes(x.reshape((1, rows, columns, 1))).reshape((columns, rows))
 
     def normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of x [H, N] over H, with weight [H, 1]; see `operators.RMSNorm`."""

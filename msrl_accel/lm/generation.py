@@ -12,6 +12,7 @@ from mindspore import Tensor
 
 from msrl_accel.errors import LMError
 from msrl_accel.lm.config import LMConfig
+from msrl_accel.lm.decode import Decoder
 from msrl_accel.lm.generation_graph import GenerationGraph
 from msrl_accel.lm.model import CausalLM
 from msrl_accel.lm.sampling import draw_noise
@@ -250,6 +251,8 @@ class Generator(CompletionSampler):
         super().__init__(model.config, max_new_tokens, prompt_buckets, max_rows)
         self.model = model
         self._graphs: dict[tuple[int, int, int, int, bool], GenerationGraph] = {}
+        self._decoders: dict[tuple[int, int], Decoder] = {}
+        """By prompt length and rows: graphs that differ in other things share their cache."""
 
     def _sizes(self, prompts: int, rows: int) -> tuple[int, int]:
         return rounded_up(prompts), rounded_up(rows)
@@ -257,9 +260,9 @@ class Generator(CompletionSampler):
     def _graph(self, prompts: int, length: int, rows: int, top_k: int, top_p: bool) -> Graph:
         key = (prompts, length, rows, top_k, top_p)
         if key not in self._graphs:
-            self._graphs[key] = GenerationGraph(
-                self.model, prompts, length, rows, self.max_new_tokens, top_k, top_p
-            )
+            sizes = (prompts, length, rows, self.max_new_tokens, top_k, top_p)
+            graph = GenerationGraph(self.model, *sizes, self._decoders.get((length, rows)))
+            self._graphs[key], self._decoders[length, rows] = graph, graph.decoder
         return self._graphs[key]
 
 

@@ -30,6 +30,8 @@ class GenerationGraph(nn.Cell):
         model: whose weights are used.
         prompts, prompt_length, rows, steps: M, P, N and the most new tokens.
         top_k, top_p: see `Sampler`.
+        decoder: of another graph with the same prompt_length, rows and steps, to share its cache:
+            only one of the two runs at a time.
     """
 
     def __init__(
@@ -41,12 +43,13 @@ class GenerationGraph(nn.Cell):
         steps: int,
         top_k: int = 0,
         top_p: bool = False,
+        decoder: Decoder | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         c = model.config
         self.model = model
         self.config = c
-        self.decoder = Decoder(c, rows, prompt_length, steps)
+        self.decoder = Decoder(c, rows, prompt_length, steps) if decoder is None else decoder
         self.sampler = Sampler(c.vocab_size, top_k, top_p)
         self.rows = rows
         self.slots = Tensor(np.arange(prompt_length, dtype=np.int32).reshape(1, -1))

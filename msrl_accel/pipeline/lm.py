@@ -68,7 +68,7 @@ class LanguageModelTrainer(TrainingLoop):
         self.pass_samples = options.pass_samples
         self._check_data_set()
         self.held_out = self._held_out_problems()
-        self.model = CausalLM(opened.config, seed=config.seed)
+        self.model = CausalLM(opened.config, config.seed if opened.arrays is None else None)
         if opened.arrays is not None:
             self.model.load_arrays(opened.arrays)
         self.generator = Generator(

@@ -188,6 +188,17 @@ def test_one_shape_compiles_once_and_follows_the_weights(generator):
     assert compilations.count <= len(arrays)
 
 
+def test_graphs_of_as_many_rows_share_a_cache(graph_mode):
+    generator = make(steps=6)
+    for _ in range(2):
+        for prompts, group_size in ((PROMPTS[:2], 2), (PROMPTS[2:], 4)):
+            rng = np.random.default_rng(0)
+            completions = generator.generate(prompts, group_size, rng, eos_ids=())
+            assert largest_difference(generator, completions, prompts=prompts) < 1e-5
+    caches = {id(graph.decoder) for graph in generator._graphs.values()}
+    assert len(generator._graphs) == 2 and len(caches) == 1
+
+
 def test_tokens_are_drawn_as_their_probabilities_say(generator):
     config, arrays = generator.model.config, generator.model.arrays()
     rng = np.random.default_rng(11)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from msrl_accel.lm.operators import FEW_ROWS, Attention, RMSNorm, Rotate, SwiGLU
+from msrl_accel.lm.operators import FEW_ROWS, Attention, RMSNorm, Rotate, Swap, SwiGLU
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -26,6 +26,11 @@ class PlainRotate(nn.Cell):
 class PlainSwiGLU(nn.Cell):
     def construct(self, gate, up):
         return gate / (1.0 + ops.exp(-gate)) * up
+
+
+class PlainSwap(nn.Cell):
+    def construct(self, x):
+        return ops.transpose(x, (0, 2, 1, 3))
 
 
 class PlainAttention(nn.Cell):
@@ -49,6 +54,7 @@ CASES = {
     "rms_norm_few_rows": (RMSNorm(1e-5), PlainRMSNorm(), [(5, 6), (6,)], 2),
     "rms_norm_many_rows": (RMSNorm(1e-5), PlainRMSNorm(), [(FEW_ROWS + 3, 6), (6,)], 2),
     "rotate": (Rotate(), PlainRotate(), [(2, 3, 4, 6), (2, 3, 4, 3), (2, 3, 4, 3)], 1),
+    "swap": (Swap(), PlainSwap(), [(2, 3, 3, 5)], 1),
     "swiglu": (SwiGLU(), PlainSwiGLU(), [(5, 7), (5, 7)], 2),
     "attention": (Attention(), PlainAttention(), [(2, 6, 4), (2, 3, 4), (2, 3, 4), (2, 6, 3)], 3),
 }
