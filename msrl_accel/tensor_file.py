@@ -42,7 +42,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[int, str
     return size, digest.hexdigest()
 
 
-def _pieces(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | np.ndarray]:
+def _pieces(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
     """The length of the header, the header, then the bytes of each array."""
     # Large numbers first: each array then begins at a multiple of the size of its numbers.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
@@ -60,4 +60,4 @@ def _pieces(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | np.ndarray]:
     yield len(text).to_bytes(8, "little") + text
     for name in names:
         dtype = arrays[name].dtype.newbyteorder("<")
-        yield np.ascontiguousarray(arrays[name], dtype).reshape(-1).view(np.uint8)
+        yield np.ascontiguousarray(arrays[name], dtype).reshape(-1).view(np.uint8).data

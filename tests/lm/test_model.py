@@ -180,3 +180,29 @@ def test_a_kept_set_is_what_the_softmax_runs_over(graph_mode):
     expected = token_log_probs(config, arrays, row, 0.7, kept[0])
     for f, e in zip(found, expected):
         np.testing.assert_allclose(f.asnumpy()[0, :12], e, atol=2e-5)
+
+
+def test_the_head_keeps_no_room_for_each_logit(graph_mode):
+    """Operators that broadcast or transpose do, as long as their graph lives."""
+    import psutil
+    from mindspore import Tensor, nn, ops
+
+    from msrl_accel.lm.head import LogProbHead
+
+    class Sum(nn.Cell):
+        def __init__(self, head):
+            super().__init__()
+            self.head = head
+
+        def construct(self, *inputs):
+            return self.head(*inputs)[0].sum()
+
+    rows, vocab_size = 256, 49152
+    inputs = [np.ones((n, 8), np.float32) for n in (rows, vocab_size)]
+    inputs += [np.zeros(rows, np.int32), np.float32(1.0), np.zeros((rows, 1), np.int32)]
+    gradient = ops.grad(Sum(LogProbHead(vocab_size, restricted=False)), (0, 1))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    gradient(*[Tensor(array) for array in inputs])[0].asnumpy()
+    kept = process.memory_info().rss - before
+    assert kept < 40 * rows * vocab_size
