@@ -248,44 +248,46 @@ def flatten_state(tree: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     too. NumPy scalars become Python numbers, tuples lists. Inverse: `unflatten_state`.
     """
     arrays: Arrays = {}
+    return arrays, _flattened(dict(tree), "", arrays)
 
-    def visit(node: Any, path: str) -> Any:
-        if isinstance(node, np.ndarray):
-            arrays[path] = node
-            return {_ARRAY: path}
-        if isinstance(node, Mapping):
-            if _ARRAY in node:
-                raise CheckpointError(f"state key {_ARRAY!r} at {path!r} is reserved: rename it")
-            return {key: visit(value, join(path, key)) for key, value in node.items()}
-        if isinstance(node, (list, tuple)):
-            return [visit(value, join(path, str(index))) for index, value in enumerate(node)]
-        return node.item() if isinstance(node, np.generic) else node
 
-    def join(path: str, key: Any) -> str:
-        if not isinstance(key, str) or not key:
-            raise CheckpointError(f"state key {key!r} at {path!r}: use non-empty string keys")
-        escaped = key.replace("~", "~0").replace("/", "~1")  # as in JSON pointers (RFC 6901)
-        return f"{path}/{escaped}" if path else escaped
+# Not nested: a function that refers to itself would keep the arrays until garbage is collected.
+def _flattened(node: Any, path: str, arrays: Arrays) -> Any:
+    if isinstance(node, np.ndarray):
+        arrays[path] = node
+        return {_ARRAY: path}
+    if isinstance(node, Mapping):
+        if _ARRAY in node:
+            raise CheckpointError(f"state key {_ARRAY!r} at {path!r} is reserved: rename it")
+        return {k: _flattened(value, _join(path, k), arrays) for k, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [_flattened(value, _join(path, str(i)), arrays) for i, value in enumerate(node)]
+    return node.item() if isinstance(node, np.generic) else node
 
-    return arrays, visit(dict(tree), "")
+
+def _join(path: str, key: Any) -> str:
+    if not isinstance(key, str) or not key:
+        raise CheckpointError(f"state key {key!r} at {path!r}: use non-empty string keys")
+    escaped = key.replace("~", "~0").replace("/", "~1")  # as in JSON pointers (RFC 6901)
+    return f"{path}/{escaped}" if path else escaped
 
 
 def unflatten_state(arrays: Mapping[str, np.ndarray], tree: Mapping[str, Any]) -> dict[str, Any]:
     """The nested state that `flatten_state` split; CheckpointError if an array is missing."""
+    return {key: _unflattened(arrays, value) for key, value in tree.items()}
 
-    def visit(node: Any) -> Any:
-        if isinstance(node, Mapping):
-            if set(node) != {_ARRAY}:
-                return {key: visit(value) for key, value in node.items()}
-            name = node[_ARRAY]
-            if name not in arrays:
-                raise CheckpointError(
-                    f"array {name!r} of the saved state is missing: load another checkpoint"
-                )
-            return arrays[name]
-        return [visit(value) for value in node] if isinstance(node, list) else node
 
-    return {key: visit(value) for key, value in tree.items()}
+def _unflattened(arrays: Mapping[str, np.ndarray], node: Any) -> Any:
+    if isinstance(node, Mapping):
+        if set(node) != {_ARRAY}:
+            return {key: _unflattened(arrays, value) for key, value in node.items()}
+        name = node[_ARRAY]
+        if name not in arrays:
+            raise CheckpointError(
+                f"array {name!r} of the saved state is missing: load another checkpoint"
+            )
+        return arrays[name]
+    return [_unflattened(arrays, value) for value in node] if isinstance(node, list) else node
 
 
 class _DamagedError(Exception):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 import tracemalloc
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +86,21 @@ def test_saving_copies_no_large_array(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < arrays["a"].nbytes / 4
+
+
+def test_a_state_goes_when_it_is_no_longer_used():
+    """Without waiting for the garbage collector: states of large models would pile up."""
+    gc.collect()
+    gc.disable()
+    try:
+        array = np.ones(3)
+        released = weakref.ref(array)
+        arrays, tree = flatten_state({"a": [array]})
+        state = unflatten_state(arrays, tree)
+        del array, arrays, state
+        assert released() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("bit_generator", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])

@@ -149,7 +149,7 @@ class LanguageModelTrainer(TrainingLoop):
         save_model(
             self.run.path / MODEL_FOLDER,
             self.model.config,
-            self.model.arrays(),
+            self.weights(),
             self.encoder.tokenizer,
         )
         return stopped_by
@@ -160,7 +160,8 @@ class LanguageModelTrainer(TrainingLoop):
         return self.mean_reward
 
     def weights(self) -> dict[str, np.ndarray]:
-        return self.model.arrays()
+        """Not copied on CPU: to be written before training goes on."""
+        return {p.name: p.asnumpy() for p in self.model.weights}
 
     def load_weights(self, arrays: dict[str, np.ndarray]) -> None:
         self.model.load_arrays(arrays)
