@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from msrl_accel.lm.config import LMConfig
-from msrl_accel.lm.operators import Attention, Cut, RMSNorm, Rotate, SwiGLU
+from msrl_accel.lm.operators import Attention, Cut, RMSNorm, Rotate, Swap, SwiGLU
 from msrl_accel.networks import Dense, Weights
 
 MASKED = -1e30
@@ -35,6 +35,7 @@ class Block(nn.Cell):
         self.dense = Dense()
         self.rotate = Rotate()
         self.cut = Cut()
+        self.swap = Swap()
         self.attention = Attention()
         self.swiglu = SwiGLU()
 
@@ -55,8 +56,7 @@ class Block(nn.Cell):
 
     def by_head(self, x: Tensor, rows: int) -> Tensor:
         """[B * T, heads, head_dim] -> [B, heads, T, head_dim]"""
-        x = x.reshape((rows, -1, x.shape[1], self.head_dim))
-        return ops.transpose(x, (0, 2, 1, 3))
+        return self.swap(x.reshape((rows, -1, x.shape[1], self.head_dim)))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """Attention [B * T, n_heads * head_dim] of q [B * T, n_heads, head_dim].
@@ -72,7 +72,7 @@ class Block(nn.Cell):
             v.reshape((kv, seen, d)),
             bias,
         )
-        y = ops.transpose(y.reshape((rows, self.n_heads, -1, d)), (0, 2, 1, 3))
+        y = self.swap(y.reshape((rows, self.n_heads, -1, d)))
         return y.reshape((-1, self.n_heads * d))
 
     def attend(
