@@ -186,7 +186,7 @@ class Packer:
             return []
         longest = self._check(sequences, chosen)
         plans = [*self._whole(sequences, chosen, longest), *self._shared(sequences, chosen)]
-        plan = min(plans, key=self._cost)
+        plan = min(plans, key=lambda plan: (self._cost(plan), plan.shape))
         return self._fill(sequences, plan)
 
     def state(self) -> list[list[int]]:

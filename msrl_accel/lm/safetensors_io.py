@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from msrl_accel.errors import LMError
+from msrl_accel.tensor_file import Stored, write_tensors
 
 # What a tensor is stored as, by the names of the header and by those of `save_model`.
 _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -54,24 +55,16 @@ def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) 
         LMError: a number is beyond what float16 can hold.
         OSError: the file cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, array in arrays.items():
-        end = offset + array.size * ITEM_BYTES[dtype]
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, array in arrays.items():
-            file.write(_to_stored(name, array, dtype).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
+    tensors = {
+        name: Stored(
+            _NAMES[dtype],
+            array.shape,
+            array.size * ITEM_BYTES[dtype],
+            partial(_stored_bytes, name, array, dtype),
+        )
+        for name, array in arrays.items()
+    }
+    write_tensors(path, tensors, {"format": "pt"})
 
 
 def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
@@ -129,14 +122,15 @@ def _read_tensor(name: str, entry: Any, content: np.ndarray, path: Path) -> np.n
     return raw.astype(np.float32)
 
 
-def _to_stored(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+def _stored_bytes(name: str, array: np.ndarray, dtype: str) -> bytes:
     if dtype == "bfloat16":
-        return float32_to_bfloat16(array).astype("<u2")
+        return float32_to_bfloat16(array).astype("<u2").tobytes()
     with np.errstate(over="ignore"):
         stored = array.astype(_STORED[_NAMES[dtype]])
     if dtype == "float16" and not np.isfinite(stored).all() and np.isfinite(array).all():
         raise LMError(f"{name} has values that float16 cannot hold: save as bfloat16 or float32")
-    return stored
+    content: bytes = stored.tobytes()
+    return content
 
 
 _FETCH = "fetch it again"

@@ -14,7 +14,6 @@ from model_files import hf_config, random_arrays, write_folder, write_gguf
 from safetensors.numpy import load_file, save_file
 
 from msrl_accel.errors import LMError
-from msrl_accel.lm import safetensors_io
 from msrl_accel.lm.config import LMConfig
 from msrl_accel.lm.tokenizer import CharTokenizer, Tokenizer
 from msrl_accel.lm.weights import load_model, save_model
@@ -276,7 +275,7 @@ def test_a_failure_leaves_the_model_that_was_there(tmp_path, tokenizer, monkeypa
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(safetensors_io.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(LMError, match=r"No space left.*free disk space"):
         save_model(tmp_path / "model", config, random_arrays(hf_config(), seed=1), tokenizer)
     monkeypatch.undo()
