@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PADDING = -1
 """Segment of padding tokens, and slot of padding entries."""
+COMPILE_LAUNCHES = 200
+"""What compilation for a shape costs, in launches of a micro-batch."""
 NO_PROMPTS = (1, 1)
 """Shape of the prompts of a micro-batch in which none is shared; they are not computed."""
 
@@ -144,8 +146,8 @@ class _Plan(NamedTuple):
 class Packer:
     """Packs into micro-batches of at most `token_budget` tokens.
 
-    Shapes come from a few buckets, and those used before are preferred while they cost at most a
-    quarter more, because every new one is compiled.
+    Every new shape is compiled, so those used before are preferred until what that cost adds up to
+    what compilation does.
 
     Args:
         token_budget: the most tokens of a micro-batch, padding included.
@@ -170,6 +172,8 @@ class Packer:
         self.attention_span = attention_span
         self.launch_cost = launch_cost
         self.shapes: set[Shape] = set()
+        self.waste = 0.0
+        """Tokens that better shapes would have saved since the last new one."""
 
     def pack(self, sequences: Sequences, rows: Iterable[int] | None = None) -> list[MicroBatch]:
         """Micro-batches that hold every completion once.
@@ -186,15 +190,29 @@ class Packer:
             return []
         longest = self._check(sequences, chosen)
         plans = [*self._whole(sequences, chosen, longest), *self._shared(sequences, chosen)]
-        plan = min(plans, key=lambda plan: (self._cost(plan), plan.shape))
-        return self._fill(sequences, plan)
+        return self._fill(sequences, self._choose(plans))
 
-    def state(self) -> list[list[int]]:
-        """Shapes used so far: with them, a resumed run packs as the first would have."""
-        return [list(shape) for shape in sorted(self.shapes)]
+    def state(self) -> dict[str, Any]:
+        """Shapes used so far and their waste: a resumed run packs as the first would have."""
+        return {"shapes": [list(shape) for shape in sorted(self.shapes)], "waste": self.waste}
 
-    def restore(self, state: Sequence[Sequence[int]]) -> None:
-        self.shapes = {Shape(*map(int, shape)) for shape in state}
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.shapes = {Shape(*map(int, shape)) for shape in state["shapes"]}
+        self.waste = float(state["waste"])
+
+    def _choose(self, plans: list[_Plan]) -> _Plan:
+        def order(plan: _Plan) -> tuple[float, Shape]:
+            return self._cost(plan), plan.shape
+
+        best = min(plans, key=order)
+        compiled = {shape[:4] for shape in self.shapes}
+        known = min((p for p in plans if p.shape[:4] in compiled), key=order, default=None)
+        if known is not None:
+            self.waste += self._cost(known) - self._cost(best)
+            if self.waste < COMPILE_LAUNCHES * self.launch_cost:
+                return known
+        self.waste = 0.0
+        return best
 
     def _check(self, s: Sequences, chosen: np.ndarray) -> int:
         """Length of the longest sequence."""
@@ -215,11 +233,10 @@ class Packer:
         return int(total[worst])
 
     def _cost(self, plan: _Plan) -> float:
-        """In tokens: padding and attention included, and compilation as a quarter more."""
+        """In tokens: padding, attention and launches included."""
         m, p, r, t, _ = shape = plan.shape
         attention = (m * p * p + r * t * (p + t)) / self.attention_span
-        cost = len(plan.batches) * (shape.tokens + attention + self.launch_cost)
-        return cost if any(known[:4] == shape[:4] for known in self.shapes) else 1.25 * cost
+        return len(plan.batches) * (shape.tokens + attention + self.launch_cost)
 
     def _whole(self, s: Sequences, chosen: np.ndarray, longest: int) -> Iterator[_Plan]:
         """Plans in which each completion stands in a row with its prompt before it."""
@@ -278,12 +295,17 @@ class Packer:
         return [_micro_batch(s, batch, shape) for batch in plan.batches]
 
     def _predictions(self, shape: Shape, needed: int) -> int:
-        """K: a known one that fits, else in eighths of the rows' tokens with some room."""
+        """K: a known one that fits, else in eighths of the rows' tokens with some room.
+
+        Rows of shared prompts hold completions alone: then nearly all their tokens.
+        """
+        most = shape.rows * shape.length
+        if shape[:2] != NO_PROMPTS:
+            return most
         known = [k.predictions for k in self.shapes if k[:4] == shape[:4]]
         fitting = [k for k in known if k >= needed]
         if fitting:
             return min(fitting)
-        most = shape.rows * shape.length
         eighth = max(1, most // 8)
         return min(most, -(-(needed + needed // 16 + 1) // eighth) * eighth)
 

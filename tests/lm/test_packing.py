@@ -152,6 +152,16 @@ def test_shapes_stay_the_same_while_lengths_vary_a_little():
     assert len(packer.shapes) <= 2
 
 
+def test_a_shape_is_kept_until_another_has_paid_for_its_compilation():
+    packer = Packer(1024, launch_cost=8)
+    (first,) = packer.pack(make_sequences([8] * 8, np.repeat(np.arange(8), 4), [16] * 32))
+    few = make_sequences([8], [0] * 4, [16] * 4)
+    shapes = [packer.pack(few)[0].shape for _ in range(8)]
+    assert shapes[:3] == [first.shape] * 3
+    assert shapes[-1].tokens < first.shape.tokens / 4
+    assert len(packer.shapes) == 2
+
+
 def test_a_resumed_packer_packs_as_the_first():
     first, second = Packer(512), Packer(512)
     for n in (5, 20, 33):
