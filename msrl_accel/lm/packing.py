@@ -245,9 +245,8 @@ class Packer:
         for length in lengths:
             rows = [_Row(None, completions) for completions in _first_fit(sizes, length)]
             most = self.token_budget // length
-            heights = {max(1, -(-most * i // 4)) for i in (1, 2, 3, 4)}
             known = {k.rows for k in self.shapes if k[:2] == NO_PROMPTS and k.length == length}
-            for height in heights | {r for r in known if r <= most}:
+            for height in _heights(len(rows), most) | {r for r in known if r <= most}:
                 count = -(-len(rows) // height)
                 # Rows come fullest first: dealt in turn, all batches get about the same.
                 batches = [rows[i::count] for i in range(count)]
@@ -314,6 +313,13 @@ def _buckets(length: int, most: int) -> list[int]:
     """The next four of 8, 12, 16, 24, 32, 48 ... (2^i and 3 * 2^i) that are at most so many."""
     buckets = sorted(f << i for f, first in ((1, 3), (3, 2)) for i in range(first, 24))
     return [b for b in buckets if length <= b <= most][:4]
+
+
+def _heights(rows: int, most: int) -> set[int]:
+    """Numbers of rows of a micro-batch to try, of 1, 2, 3, 4, 6, 8, 12 ... and `most`."""
+    buckets = sorted({f << i for f in (1, 3) for i in range(24)})
+    even = [-(-rows // count) for count in range(1, 9)]
+    return {min(most, next(b for b in buckets if b >= height)) for height in even}
 
 
 def _first_fit(sizes: Mapping[int, int], length: int) -> list[list[int]]:
