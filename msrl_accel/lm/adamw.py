@@ -42,6 +42,10 @@ class Scalars(NamedTuple):
     decay: float
     """learning rate * weight_decay / step_size."""
 
+    def tensors(self) -> list[Tensor]:
+        """As arguments of `ClippedAdamW`."""
+        return [Tensor(x, mstype.float32) for x in self]
+
 
 class AdamW:
     """What both share: the number of steps and the bias correction.
@@ -161,8 +165,7 @@ class DeviceAdamW(AdamW):
         self.graph = ClippedAdamW(weights, options)
 
     def apply(self, gradients: Gradients, scalars: Scalars) -> float:
-        numbers = (Tensor(x, mstype.float32) for x in scalars)
-        return float(self.graph(*numbers, *map(_tensor, gradients)).asnumpy())
+        return float(self.graph(*scalars.tensors(), *map(_tensor, gradients)).asnumpy())
 
     def moments(self) -> list[tuple[np.ndarray, np.ndarray]]:
         pairs = zip(self.graph.first, self.graph.second)

@@ -12,11 +12,11 @@ Weights are arguments everywhere: the same graphs serve a policy and its referen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, Union
 
 import numpy as np
 from mindspore import Tensor, nn, ops
-from mindspore import dtype as mstype
 
 from msrl_accel.lm.adamw import ClippedAdamW, DeviceAdamW, Scalars
 from msrl_accel.lm.losses import TokenInputs
@@ -139,7 +139,12 @@ class WholeModel:
     def __init__(self, model: CausalLM, loss: nn.Cell) -> None:
         self.forward = {r: Forward(model, r) for r in (False, True)}
         self.backward = {r: Backward(model, loss, r) for r in (False, True)}
-        self.zeros = [Tensor(np.zeros(w.shape, np.float32)) for w in model.weights]
+        self.model = model
+
+    @cached_property
+    def zeros(self) -> Sums:
+        """Sums before the first micro-batch; who asks for log-probabilities alone needs none."""
+        return [Tensor(np.zeros(w.shape, np.float32)) for w in self.model.weights]
 
     def log_probs(
         self, weights: Weights, batch: BatchTensors, restricted: bool
@@ -188,7 +193,7 @@ class WholeModelStep(WholeModel):
         learning_rate: float,
     ) -> tuple[BackwardResult, float]:
         """As `gradients`, and the step with them; returns the norm before clipping."""
-        scalars = [Tensor(x, mstype.float32) for x in self.optimizer.scalars(learning_rate)]
+        scalars = self.optimizer.scalars(learning_rate).tensors()
         *results, norm = self.last[restricted](
             *scalars, *batch, *inputs, *weights, *(sums or self.zeros)
         )
@@ -289,13 +294,11 @@ class EmbeddingBackward(nn.Cell):
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__(auto_prefix=False)
-        self.vocab_size = model.config.vocab_size
+        self.model = model
 
     def construct(self, prompts, tokens, dx):  # type: ignore[no-untyped-def]
-        flat = tokens.reshape((-1,))
-        if prompts.shape != NO_PROMPTS:
-            flat = ops.concat((prompts.reshape((-1,)), flat))
-        return ops.unsorted_segment_sum(dx, flat, self.vocab_size)
+        flat = self.model.flat(tokens, shared_prompts(prompts))
+        return ops.unsorted_segment_sum(dx, flat, self.model.config.vocab_size)
 
 
 class LayerByLayer:

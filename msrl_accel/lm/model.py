@@ -91,10 +91,12 @@ class CausalLM(nn.Cell):
         self, embedding: Tensor, tokens: Tensor, shared: tuple[Tensor, ...] | None
     ) -> Tensor:
         """[M * P + R * T, H]"""
-        flat = tokens.reshape((-1,))
-        if shared is not None:
-            flat = ops.concat((shared[0].reshape((-1,)), flat))
-        return ops.gather(embedding, flat, 0)
+        return ops.gather(embedding, self.flat(tokens, shared), 0)
+
+    def flat(self, tokens: Tensor, shared: tuple[Tensor, ...] | None) -> Tensor:
+        """All tokens [M * P + R * T], those of shared prompts first."""
+        of_rows = tokens.reshape((-1,))
+        return of_rows if shared is None else ops.concat((shared[0].reshape((-1,)), of_rows))
 
     def tables(
         self, positions: Tensor, segments: Tensor, shared: tuple[Tensor, ...] | None

@@ -201,14 +201,14 @@ class Packer:
         self.waste = float(state["waste"])
 
     def _choose(self, plans: list[_Plan]) -> _Plan:
-        def order(plan: _Plan) -> tuple[float, Shape]:
-            return self._cost(plan), plan.shape
-
-        best = min(plans, key=order)
+        # No two plans have the same shape.
+        costs = {plan.shape: self._cost(plan) for plan in plans}
+        ranked = sorted(plans, key=lambda plan: (costs[plan.shape], plan.shape))
+        best = ranked[0]
         compiled = {shape[:4] for shape in self.shapes}
-        known = min((p for p in plans if p.shape[:4] in compiled), key=order, default=None)
+        known = next((plan for plan in ranked if plan.shape[:4] in compiled), None)
         if known is not None:
-            self.waste += self._cost(known) - self._cost(best)
+            self.waste += costs[known.shape] - costs[best.shape]
             if self.waste < COMPILE_LAUNCHES * self.launch_cost:
                 return known
         self.waste = 0.0
